@@ -1,0 +1,25 @@
+"""ops: numerics with nothing above them.
+
+What is here: norms, the depth softmax, Sinkhorn, stream mixes. Every function takes arrays and returns
+arrays; none knows what a layer or a connection is. Statistics, softmaxes and Sinkhorn are computed in
+float32 (float64 for float64 input) whatever the dtype of the data; results are cast back at the end.
+
+May import: jax and numpy only.
+"""
+
+from lmres.ops.depth import depth_softmax, weighted_sum
+from lmres.ops.norm import layer_norm, rms_norm, rms_scale, stat_dtype
+from lmres.ops.sinkhorn import sinkhorn
+from lmres.ops.streams import combine_streams, mix_streams
+
+__all__ = [
+    "combine_streams",
+    "depth_softmax",
+    "layer_norm",
+    "mix_streams",
+    "rms_norm",
+    "rms_scale",
+    "sinkhorn",
+    "stat_dtype",
+    "weighted_sum",
+]

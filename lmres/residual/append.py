@@ -1,0 +1,128 @@
+"""The append-only history and its own backward pass.
+
+A connection that reads all earlier outputs carries a history of L + 1 tensors. Differentiating a scan over it
+keeps the whole buffer once per step: memory grows with L^2, whatever is rematerialised. But the history is
+append-only, so its final value contains every earlier one: the backward pass keeps the final history alone, walks
+the units in reverse, repeats unit l's read on the entries that were there (readers mask the rest), and adds the
+cotangents into one running cotangent of the history. Two histories live at once, not L.
+
+    forward   x = read(H, c, l);  y = branch(x);  H[slot], c = emit(c, y, l)
+    backward  g_value = g_H[slot] (then cleared: the slot was overwritten);  (g_c, g_y) = emit^T(g_value, g_c)
+              g_x = branch^T(g_y);  (g_params, g_H, g_c) += read^T(g_x)
+
+What is kept between the passes beside the final history: the carry before each unit, and what the branches keep
+under the chosen rematerialisation (their vjp closures are pytrees, so the forward scan can emit them).
+
+There is no forward-mode derivative of this path; run the loop (``scan=False``) for that.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lmres.residual.interface import History
+
+
+def run_append_only(stack, connection_params, branch_params, e: Array, args: Any) -> Array:
+    """``stack`` on the embedding ``e`` [B, S, D] for an ``AppendOnly`` connection; returns h [B, S, D]."""
+    connection = stack.connection
+    opened = stack.pin(connection.open(connection_params, e, stack.depth))
+    slots = _run(stack, stack.grouped(connection_params), connection_params["shared"], branch_params, opened, args)
+    # The carry is not read at the end: the last running value is in its slot too.
+    return connection.close(connection_params, History(slots, opened.carry))[0]
+
+
+def _unit(layers, shared, s):
+    return {**jax.tree.map(lambda p: p[s], layers), **shared}
+
+
+def _checkpointed(stack, branch):
+    from lmres.residual.stack import checkpoint_policy  # the two files are one piece, split for length
+
+    if stack.remat == "none":
+        return branch
+    return jax.checkpoint(branch, policy=checkpoint_policy(stack.remat), prevent_cse=False)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(stack, layers, shared, branch_params, opened, args):
+    return _forward(stack, layers, shared, branch_params, opened, args)[0]
+
+
+def _forward(stack, layers, shared, branch_params, opened, args):
+    connection, per_copy = stack.connection, len(stack.branches)
+
+    def body(state, xs):
+        layers_i, branch_params_i, i = xs
+        kept = []
+        for s, branch in enumerate(stack.branches):
+            l = i * per_copy + s
+            params_l = _unit(layers_i, shared, s)
+            x, context = connection.read(params_l, state, l)
+            call = _checkpointed(stack, lambda p, x, branch=branch: branch(p, x, i, args, ())[0])
+            y, branch_vjp = jax.vjp(call, branch_params_i[s], x)
+            kept.append((state.carry, branch_vjp))
+            state = stack.pin(connection.write(params_l, state, context, y, l))
+        return state, tuple(kept)
+
+    xs = (layers, branch_params, jnp.arange(stack.repeats))
+    state, kept = jax.lax.scan(body, opened, xs)
+    return state.slots, (layers, shared, state, kept)
+
+
+def _backward(stack, residuals, g_slots):
+    layers, shared, final, kept = residuals
+    connection, per_copy = stack.connection, len(stack.branches)
+    carry_like = final.carry
+
+    def body(cotangents, xs):
+        g_slots, g_carry, g_shared = cotangents
+        layers_i, kept_i, i = xs
+        g_layers_i, g_branches_i = [None] * per_copy, [None] * per_copy
+        for s in reversed(range(per_copy)):
+            l = i * per_copy + s
+            carry, branch_vjp = kept_i[s]
+            params_l = _unit(layers_i, shared, s)
+            g_params, g_slots, g_carry, g_y = _write_vjp(stack, params_l, final.slots, g_slots, g_carry, l)
+            g_branches_i[s], g_x = branch_vjp(g_y)
+            g_read, g_slots, g_carry_read = connection.accumulate(params_l, final.slots, carry, l, g_x, g_slots)
+            g_slots = stack.pin(History(g_slots, carry_like)).slots
+            g_carry = jax.tree.map(jnp.add, g_carry, g_carry_read)
+            g_params = jax.tree.map(jnp.add, g_params, g_read)
+            g_layers_i[s] = {name: g_params[name] for name in layers_i}
+            g_shared = {name: g_shared[name] + g_params[name] for name in shared}
+        g_layers_i = jax.tree.map(lambda *leaves: jnp.stack(leaves), *g_layers_i)
+        return (g_slots, g_carry, g_shared), (g_layers_i, tuple(g_branches_i))
+
+    start = (g_slots, jax.tree.map(jnp.zeros_like, carry_like), jax.tree.map(jnp.zeros_like, shared))
+    xs = (layers, kept, jnp.arange(stack.repeats))
+    (g_slots, g_carry, g_shared), (g_layers, g_branches) = jax.lax.scan(body, start, xs, reverse=True)
+    return g_layers, g_shared, g_branches, History(g_slots, g_carry), None
+
+
+def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
+    """Backward of ``write``: the slot's cotangent is taken out, through the keys and the (linear) emit."""
+    connection = stack.connection
+    like = jax.tree.leaves(slots["value"])[0][0]
+    (slot, _, _), emit_vjp = _emit_vjp(connection, g_carry, like, l)
+    take = lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)  # noqa: E731
+    clear = lambda g: jax.lax.dynamic_update_index_in_dim(g, jnp.zeros_like(g[0]), slot, 0)  # noqa: E731
+    value, g_entry = take(slots["value"]), jax.tree.map(take, g_slots)
+    _, keys_vjp = jax.vjp(connection.keys, params_l, value)
+    g_params, g_value = keys_vjp({name: g for name, g in g_entry.items() if name != "value"})
+    g_carry, g_y = emit_vjp((g_entry["value"] + g_value, g_carry))
+    return g_params, jax.tree.map(clear, g_slots), g_carry, g_y
+
+
+def _emit_vjp(connection, carry_like, y_like, l):
+    """``emit`` is linear in (carry, y), so its transpose may be taken at zero; the slot number is static or traced."""
+    zeros = jax.tree.map(jnp.zeros_like, (carry_like, y_like))
+    slot, value, carry = connection.emit(*zeros, l)
+    _, vjp = jax.vjp(lambda carry, y: connection.emit(carry, y, l)[1:], *zeros)
+    return (slot, value, carry), vjp
+
+
+_run.defvjp(_forward, _backward)

@@ -1,0 +1,208 @@
+"""The interface that every residual connection implements.
+
+A connection is a frozen, hashable dataclass (its hyper-parameters) with pure functions on it. It never knows
+what a branch is: a branch is an opaque callable ``y = branch(x)``.
+
+    state          = open(params, e, depth)            what travels up the column, from the embedding
+    x, context     = read(params_l, state, l)          what sub-layer l gets
+    state          = write(params_l, state, context, y, l)
+    h, context     = close(params, state)              before the final norm
+
+``params`` is ``{"layers": {...}, "shared": {...}}``: the leaves of ``layers`` are stacked along a leading axis
+of size ``depth``, so depth can be scanned; ``shared`` holds what is not per layer (readouts). ``params_l``, made
+by ``layer_params``, is one flat dict of layer l's slices and the shared entries.
+
+``l`` counts units from 0 and may be a traced integer. The unit is the sub-layer, or the whole block (attention
+and MLP with a plain residual inside) for methods that are defined on blocks.
+
+``context`` holds the mixing weights that were used, and it is the key to the depth-mixing matrix: given
+``context``, ``read`` and ``write`` are *linear* in the state and in ``y``. So ``read(..., context=c)`` replays the
+weights c on any other state instead of computing them, and replaying on one-hot states gives the matrix
+(``lmres.residual.mixing``). Functions are called with ``params_l=None`` in a replay.
+
+States come in two kinds. *Fixed*: any pytree of constant size (streams); an ordinary scan carry. *Growing*: a
+``History`` that is only ever appended to; see ``AppendOnly`` below and ``lmres.residual.append`` for why it has its own
+backward pass.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+Params = dict[str, Any]
+State = Any
+Context = Any
+Index = int | Array
+Axes = PartitionSpec  # of *logical* axis names ("batch", "sequence", "embed", ...), not of mesh axes
+
+_SPEC_CONFIG = {"extra": "forbid"}  # read by pydantic when a spec is a field of a config
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a connection costs beyond the branches, for one token and summed over the whole depth.
+
+    params: number of parameters (not per token).
+    flops: floating-point operations of the forward pass.
+    moved: numbers read and written by the forward pass, in units of one d-vector.
+    state: numbers alive between two sub-layers at the top of the stack, in units of one d-vector.
+    """
+
+    params: int
+    flops: float
+    moved: float
+    state: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Connection(abc.ABC):
+    """Base of all connections. Subclasses are frozen dataclasses with a ``kind: Literal[...]`` field."""
+
+    __pydantic_config__: ClassVar[dict] = _SPEC_CONFIG
+
+    unit: ClassVar[Literal["sublayer", "block"]] = "sublayer"
+    equation: ClassVar[str] = ""  # one line for `lmres variants`
+    source: ClassVar[str] = ""  # paper
+    no_decay: ClassVar[tuple[str, ...]] = ("*",)  # parameter names exempt from weight decay; "*" is all of them
+    lr_multipliers: ClassVar[dict[str, float]] = {}  # parameter name -> learning-rate multiplier
+    start_tolerance: ClassVar[float | None] = 1e-4  # max |logit difference| to plain at start; None: not equal
+
+    @property
+    def name(self) -> str:
+        """Short name with the options that matter, for tables."""
+        return self.kind  # type: ignore[attr-defined]
+
+    @property
+    def branch_norms(self) -> tuple[Literal["input", "output"], ...]:
+        """Which norms a branch carries of its own: pre-norm branches normalise their input."""
+        return ("input",)
+
+    @property
+    def channelwise(self) -> bool:
+        """True if weights differ from channel to channel, so that mixing weights have a trailing D axis."""
+        return False
+
+    def check(self, depth: int, width: int) -> None:  # noqa: B027 - most connections take any size
+        """Raises ValueError when the spec cannot be used with this depth (in units) or width."""
+
+    @abc.abstractmethod
+    def init(self, key: Array, depth: int, width: int) -> Params:
+        """Parameters at their start, float32: ``{"layers": {name: [depth, ...]}, "shared": {name: [...]}}``."""
+
+    @abc.abstractmethod
+    def open(self, params: Params, e: Array, depth: int) -> State:
+        """The state from the embedding ``e`` [B, S, D]."""
+
+    @abc.abstractmethod
+    def read(
+        self, params_l: Params | None, state: State, l: Index, context: Context = None
+    ) -> tuple[Array, Context]:
+        """The input [B, S, D] of unit ``l``, and the weights that made it. Given ``context``: replay it."""
+
+    @abc.abstractmethod
+    def write(self, params_l: Params | None, state: State, context: Context, y: Array, l: Index) -> State:
+        """The state after unit ``l`` returned ``y`` [B, S, D]. Linear in ``state`` and ``y`` given ``context``."""
+
+    @abc.abstractmethod
+    def close(self, params: Params | None, state: State, context: Context = None) -> tuple[Array, Context]:
+        """The column's output [B, S, D], to go into the final norm, and the weights that made it."""
+
+    @abc.abstractmethod
+    def cost(self, depth: int, width: int) -> Cost:
+        """Cost in closed form; ``depth`` counts units."""
+
+    def param_axes(self) -> dict[str, dict[str, Axes]]:
+        """Logical axis names of each parameter, without the leading layer axis. Default: all replicated."""
+        return {}
+
+    def state_axes(self) -> Any:
+        """Logical axis names of the state's leaves, as a pytree like it. Default: one [B, S, D] tensor."""
+        return Axes("batch", "sequence", "embed")
+
+
+class History(NamedTuple):
+    """A growing state.
+
+    slots: pytree of buffers with a leading slot axis, e.g. [M, B, S, D]; slot 0 is the embedding's. A slot that is
+      not yet written holds zeros, and readers mask it.
+    carry: pytree of constant size that travels along (a running block sum), or ().
+    """
+
+    slots: Any
+    carry: Any
+
+
+class AppendOnly(Connection):
+    """A growing connection: what it adds to the state is put into a slot, and nothing else of the state changes.
+
+    Three functions define it, and ``write`` follows:
+
+    - ``read`` uses only slots that are complete before unit l, so it may be handed *later* histories;
+    - ``emit(carry, y, l)`` gives the slot number, its value and the next carry, linear in (carry, y);
+    - ``keys(params, value)`` derives what else goes into the slot (logits of later readers).
+
+    A slot may be written more than once (a running sum); the last write counts, and no reader sees it before.
+    """
+
+    @abc.abstractmethod
+    def emit(self, carry: Any, y: Array, l: Index) -> tuple[Index, Array, Any]:
+        """(slot, value [B, S, D], next carry) for the output ``y`` of unit ``l``."""
+
+    def keys(self, params_l: Params, value: Array) -> Params:
+        """What is stored beside ``value``: a dict of arrays; empty by default."""
+        return {}
+
+    def slot_count(self, depth: int) -> int:
+        """Number of slots for ``depth`` units, the embedding's included."""
+        return depth + 1
+
+    def open(self, params: Params | None, e: Array, depth: int) -> History:
+        first = self.slot_entry(params["shared"] if params is not None else None, e)
+        count = self.slot_count(depth)
+        slots = jax.tree.map(lambda v: jnp.zeros((count, *v.shape), v.dtype).at[0].set(v), first)
+        return History(slots, self.first_carry(e))
+
+    def first_carry(self, e: Array) -> Any:
+        """The carry before unit 0; () by default."""
+        return ()
+
+    def slot_entry(self, params_l: Params | None, value: Array) -> Params:
+        """One slot's content; in a replay (``params_l`` None) only the value, since keys are not linear."""
+        return {"value": value, **(self.keys(params_l, value) if params_l is not None else {})}
+
+    def write(self, params_l: Params | None, state: History, context: Context, y: Array, l: Index) -> History:
+        slot, value, carry = self.emit(state.carry, y, l)
+        entry = self.slot_entry(params_l, value)
+        slots = jax.tree.map(
+            lambda buffer, v: jax.lax.dynamic_update_index_in_dim(buffer, v.astype(buffer.dtype), slot, 0),
+            state.slots,
+            entry,
+        )
+        return History(slots, carry)
+
+    def accumulate(
+        self, params_l: Params, slots: Any, carry: Any, l: Index, g_x: Array, g_slots: Any
+    ) -> tuple[Params, Any, Any]:
+        """Backward of ``read``: (cotangent of params_l, g_slots + cotangent of the slots, cotangent of carry).
+
+        The default differentiates ``read``. Override it when the cotangent can be added in place, and keep the
+        default as the override's test.
+        """
+
+        def x_of(params_l, slots, carry):
+            return self.read(params_l, History(slots, carry), l)[0]
+
+        _, vjp = jax.vjp(x_of, params_l, slots, carry)
+        g_params, g_more, g_carry = vjp(g_x)
+        return g_params, jax.tree.map(jnp.add, g_slots, g_more), g_carry
+
+
+def layer_params(params: Params, l: Index) -> Params:
+    """Unit ``l``'s flat parameter dict: its slices of ``params["layers"]`` and everything in ``params["shared"]``."""
+    layers = jax.tree.map(lambda p: jax.lax.dynamic_index_in_dim(p, l, 0, keepdims=False), params["layers"])
+    return {**layers, **params["shared"]}

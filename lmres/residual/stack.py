@@ -1,0 +1,159 @@
+"""Running a stack of branches under a connection.
+
+A stack is ``repeats`` copies of the same sequence of branches (in a transformer: attention, MLP). Unit
+``l = repeats_index * len(branches) + position``. Three ways to run the same function:
+
+- scanned (default): one compiled body, so compile time does not grow with depth;
+- looped: a plain Python loop, for debugging, and the independent check of the scanned form;
+- for growing states, scanned with the append-only backward of ``lmres.residual.append``: reverse-mode
+  differentiation of a scan that carries a history would keep every version of the history.
+
+A branch is any callable ``y, out = branch(params_i, x, i, args, inputs_i)``: ``params_i`` its parameters in copy i, ``args``
+the same for all copies and not differentiated (positions, masks), ``inputs_i`` and ``out`` whatever it takes
+and gives per copy (key/value caches), ``()`` in training.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lmres.residual.append import run_append_only
+from lmres.residual.interface import AppendOnly, Connection, Params, layer_params
+
+Branch = Callable[[Params, Array, Any, Any, Any], tuple[Array, Any]]
+Remat = Literal["none", "full", "dots"]
+
+
+def checkpoint_policy(remat: Remat) -> Callable | None:
+    """What a rematerialised function may keep: nothing ("full"), or products without batch axes ("dots")."""
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A connection, its branches, and how to run them; hashable.
+
+    connection: the residual connection.
+    branches: the branches of one copy, in order. For a connection whose unit is the block there must be one.
+    repeats: number of copies.
+    scan: one compiled body; False is a Python loop.
+    remat: what the backward pass recomputes: "none", "full" (everything inside a copy), "dots" (all but the
+      results of matrix products with weights).
+    constrain: ``f(array, logical axes) -> array`` that pins shardings; the identity by default.
+    """
+
+    connection: Connection
+    branches: tuple[Branch, ...]
+    repeats: int
+    scan: bool = True
+    remat: Remat = "none"
+    constrain: Callable[[Array, Any], Array] = lambda x, axes: x
+
+    @property
+    def depth(self) -> int:
+        """Number of units."""
+        return self.repeats * len(self.branches)
+
+    def __call__(
+        self,
+        connection_params: Params,
+        branch_params: Sequence[Params],
+        e: Array,
+        args: Any = (),
+        inputs: Sequence[Any] | None = None,
+    ) -> tuple[Array, tuple[Any, ...]]:
+        """Runs the stack.
+
+        Args:
+          connection_params: from ``connection.init(key, depth, width)``.
+          branch_params: one pytree per branch, each leaf stacked to [repeats, ...].
+          e: the embedding [B, S, D].
+          args: see the head of this file.
+          inputs: one pytree per branch, each leaf stacked to [repeats, ...], or None.
+
+        Returns: the column's output h [B, S, D], and the branches' outputs, stacked like ``inputs``.
+        """
+        if self.scan and inputs is None and isinstance(self.connection, AppendOnly):
+            h = run_append_only(self, connection_params, tuple(branch_params), e, args)
+            return h, tuple(() for _ in self.branches)
+        inputs = tuple(inputs) if inputs is not None else tuple(() for _ in self.branches)
+        state = self.pin(self.connection.open(connection_params, e, self.depth))
+        run = self._scanned if self.scan else self._looped
+        state, outputs = run(connection_params, tuple(branch_params), state, args, inputs)
+        return self.connection.close(connection_params, state)[0], outputs
+
+    def pin(self, state):
+        """The state with its shardings pinned."""
+        return jax.tree.map(self.constrain, state, self.connection.state_axes())
+
+    def grouped(self, connection_params: Params) -> Params:
+        """Per-layer parameters as [repeats, units per copy, ...]."""
+        per_copy = len(self.branches)
+        return jax.tree.map(lambda p: p.reshape(self.repeats, per_copy, *p.shape[1:]), connection_params["layers"])
+
+    def _copy(self, shared, state, layers, branch_params, i, args, inputs):
+        """One copy: every branch read from and written to the state."""
+        outputs = []
+        for s, branch in enumerate(self.branches):
+            l = i * len(self.branches) + s
+            params_l = {**jax.tree.map(lambda p, s=s: p[s], layers), **shared}
+            x, context = self.connection.read(params_l, state, l)
+            y, out = branch(branch_params[s], x, i, args, inputs[s])
+            state = self.pin(self.connection.write(params_l, state, context, y, l))
+            outputs.append(out)
+        return state, tuple(outputs)
+
+    def _scanned(self, params, branch_params, state, args, inputs):
+        def body(state, xs):
+            layers, branch_params_i, inputs_i, i = xs
+            return self._copy(params["shared"], state, layers, branch_params_i, i, args, inputs_i)
+
+        if self.remat != "none":
+            body = jax.checkpoint(body, policy=checkpoint_policy(self.remat), prevent_cse=False)
+        xs = (self.grouped(params), branch_params, inputs, jnp.arange(self.repeats))
+        return jax.lax.scan(body, state, xs)
+
+    def _looped(self, params, branch_params, state, args, inputs):
+        def copy(state, layers, branch_params_i, inputs_i, args, i):
+            return self._copy(params["shared"], state, layers, branch_params_i, i, args, inputs_i)
+
+        if self.remat != "none":
+            copy = jax.checkpoint(copy, policy=checkpoint_policy(self.remat), static_argnums=(5,))
+        collected = []
+        layers = self.grouped(params)
+        for i in range(self.repeats):
+            pick = lambda tree, i=i: jax.tree.map(lambda p: p[i], tree)  # noqa: E731
+            state, outputs = copy(state, pick(layers), pick(branch_params), pick(inputs), args, i)
+            collected.append(outputs)
+        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *collected)
+
+
+def run_layers(connection: Connection, params: Params, branches: Sequence[Callable[[Array], Array]], e: Array):
+    """The shortest honest way to run a connection: ``branches`` is a flat list of ``y = branch(x)``, one per unit.
+
+    Returns the column's output and a record for tests and pictures: the inputs each unit read, the outputs, the
+    contexts (the readout's last).
+    """
+    state = connection.open(params, e, len(branches))
+    reads, outputs, contexts = [], [], []
+    for l, branch in enumerate(branches):
+        params_l = layer_params(params, l)
+        x, context = connection.read(params_l, state, l)
+        y = branch(x)
+        state = connection.write(params_l, state, context, y, l)
+        reads.append(x), outputs.append(y), contexts.append(context)
+    h, context = connection.close(params, state)
+    return h, Record(reads, outputs, [*contexts, context], state)
+
+
+class Record(NamedTuple):
+    """What ``run_layers`` saw: per unit the input, the output and the context; the last context is the readout's."""
+
+    reads: list[Array]
+    outputs: list[Array]
+    contexts: list[Any]
+    state: Any

@@ -1,0 +1,13 @@
+"""Eight simulated CPU devices and a persistent compilation cache, set before jax is imported anywhere."""
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+cache = Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "lmres-test-cache")))
+cache.mkdir(parents=True, exist_ok=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("MPLBACKEND", "Agg")

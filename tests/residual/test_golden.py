@@ -1,0 +1,178 @@
+"""Reference vectors computed in float64 by other programs (see tests/golden/README.md): outputs and all gradients.
+
+Tolerances are relative to the largest entry of each array.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmres.ops import sinkhorn
+from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Stack, run_layers
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CASES = {c["file"]: c for c in json.loads((GOLDEN / "manifest.json").read_text())["cases"]}
+STACKS = [name for name in CASES if not name.startswith("sinkhorn")]
+TOLERANCE = {"float64": (1e-12, 1e-9), "float32": (1e-5, 1e-4)}
+
+
+@pytest.fixture(params=["float64", "float32"])
+def dtype(request):
+    with jax.enable_x64(request.param == "float64"):
+        yield request.param
+
+
+def load(name, dtype):
+    with np.load(GOLDEN / name) as arrays:
+        return {k: v.astype(dtype) for k, v in arrays.items()}
+
+
+def assert_close(actual, expected, tolerance, what):
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    scale = np.max(np.abs(expected)) if expected.size else 0.0
+    error = np.max(np.abs(np.asarray(actual, np.float64) - expected)) if expected.size else 0.0
+    assert error <= tolerance * max(scale, 1e-30) or error <= tolerance * 1e-3, f"{what}: {error:.2e} of {scale:.2e}"
+
+
+def per_layer(arrays, count, *names):
+    """Stacks the manifest's per-layer arrays: {our name: pattern with {l}}."""
+    return {ours: jnp.stack([arrays[f"param.{theirs.format(l=l)}"] for l in range(count)]) for ours, theirs in names}
+
+
+def adapt(case, arrays):
+    """(connection, params) for a case, from the reference's parameter layout. Differentiable in ``arrays``."""
+    hyper, shared, layers = case["hyper"], {}, {}
+    if case["method"] == "denseformer":
+        spec = DenseFormer(dilation=hyper["dilation"], period=hyper["period"])
+        blocks = sorted(int(k.removeprefix("alpha")) for k in hyper["alpha_source_indices"])
+        shared = {"alpha": jnp.concatenate([arrays[f"param.alpha{b}"] for b in blocks])}
+    elif case["method"] == "attention-residuals":
+        gain = hyper["norm_gain"]
+        spec = AttentionResiduals(block=hyper["block_size"], key_gain=gain, eps=hyper["eps"])
+        names = [("query", "query{l}")] + [("gain", "norm_gain{l}")] * gain
+        shared = per_layer(arrays, hyper["n_sublayers"] + 1, *names)
+    elif case["method"] == "mhc":
+        spec = MHC(
+            streams=hyper["n_streams"], iters=hyper["sinkhorn_iters"], eps=hyper["eps"],
+            norm_eps=hyper["norm_eps"], norm_gain=hyper["norm_gain"], readout=hyper["readout"],
+        )
+        names = [("phi", "fn{l}"), ("alpha", "scale{l}"), ("bias", "base{l}")] + [("gain", "norm_gain{l}")] * hyper["norm_gain"]
+        layers = per_layer(arrays, hyper["n_sublayers"], *names)
+        layers["phi"] = layers["phi"].swapaxes(1, 2)
+        if hyper["readout"] == "head":
+            shared = {
+                "head_phi": arrays["param.head_fn"].T,
+                "head_alpha": arrays["param.head_scale"][0],
+                "head_bias": arrays["param.head_base"],
+            }
+    else:
+        rms = "RMSNorm" in case["variant"]
+        spec = HyperConnections(
+            streams=hyper["n_streams"], dynamic=hyper["dynamic"], tanh=hyper["tanh"], norm="rms" if rms else "layer"
+        )
+        names = ["static_alpha", "static_beta"]
+        if hyper["dynamic"]:
+            names += ["dynamic_alpha_fn", "dynamic_beta_fn", "dynamic_alpha_scale", "dynamic_beta_scale"]
+            names += ["gamma"] * rms
+        layers = per_layer(arrays, hyper["n_sublayers"], *[(n, "l{l}." + n) for n in names])
+        layers = {n: v.reshape(v.shape[0]) if n.endswith("scale") else v for n, v in layers.items()}
+    return spec, {"layers": layers, "shared": shared}
+
+
+def branches_of(case, arrays):
+    """One callable per unit: tanh(z @ W); for DenseFormer the block with its own additive skips."""
+    weights = [arrays[f"branch.W{k}"] for k in range(sum(k.startswith("branch.W") for k in arrays))]
+    if case["method"] != "denseformer":
+        return [lambda z, w=w: jnp.tanh(z @ w) for w in weights]
+    per_block = case["hyper"]["sub_per_block"]
+
+    def block(z, group):
+        for w in group:
+            z = z + jnp.tanh(z @ w)
+        return z
+
+    groups = [weights[i : i + per_block] for i in range(0, len(weights), per_block)]
+    return [lambda z, g=g: block(z, g) for g in groups]
+
+
+class Opened:
+    """A connection whose input already is the state (the `*_streams` cases)."""
+
+    def __init__(self, spec):
+        self._spec = spec
+
+    def __getattr__(self, name):
+        return getattr(self._spec, name)
+
+    def open(self, params, e, depth):
+        return e
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stack_matches_reference(name, dtype):
+    case, arrays = CASES[name], load(name, dtype)
+    out_tolerance, grad_tolerance = TOLERANCE[dtype]
+    inputs = {k: v for k, v in arrays.items() if k.startswith(("in.", "param.", "branch."))}
+
+    def forward(inputs):
+        spec, params = adapt(case, inputs)
+        if not case["hyper"].get("expand_input", True):
+            spec = Opened(spec)
+        y, record = run_layers(spec, params, branches_of(case, inputs), inputs["in.x"])
+        outputs = {"y": y, "streams": record.state}
+        return sum(jnp.sum(outputs[k[7:]] * v) for k, v in arrays.items() if k.startswith("loss.w.")), (outputs, record)
+
+    (loss, (outputs, record)), grads = jax.jit(jax.value_and_grad(forward, has_aux=True))(inputs)
+    for key in arrays:
+        if key.startswith("out."):
+            assert_close(outputs[key[4:]], arrays[key], out_tolerance, key)
+    assert_close(loss, arrays["loss.value"], out_tolerance * 10, "loss")
+    for l, x in enumerate(record.reads):
+        for kind in ("branch_in", "h"):
+            if f"aux.{kind}{l}" in arrays:
+                assert_close(x, arrays[f"aux.{kind}{l}"], out_tolerance, f"{kind}{l}")
+    checked = 0
+    for key, expected in arrays.items():
+        if key.startswith("grad."):
+            assert_close(grads[key[5:]], expected, grad_tolerance, key)
+            checked += 1
+    assert checked == len(inputs)
+
+
+SINKHORN = {
+    "paper": {"first": 0},
+    "eps1e-6": {"first": 1, "eps": 1e-6},
+    "pkg": {"first": 0, "floor": 1e-12},
+    "pkg_log": {"first": 0},
+}
+
+
+@pytest.mark.parametrize("name", ["sinkhorn_n2.npz", "sinkhorn_n4.npz"])
+def test_sinkhorn_matches_reference(name, dtype):
+    arrays = load(name, dtype)
+    # Float32 resolves logits of 1e4 to 1e-3 only, so the extreme families are a float64 check.
+    tolerances = TOLERANCE[dtype]
+    families = [k.split(".")[1] for k in arrays if k.startswith("in.")]
+    checked = 0
+    for key in [k for k in arrays if k.startswith("out.")]:
+        _, family, convention, iters = key.split(".")
+        if dtype == "float32" and family not in ("normal1", "normal3", "identity8", "zeros"):
+            continue
+        z, w = arrays[f"in.{family}.logits"], arrays[f"loss.w.{family}"]
+
+        def loss(z, w=w, convention=convention, iters=iters):
+            first = jnp.moveaxis(z, (-2, -1), (0, 1))
+            m = sinkhorn(first, int(iters.removeprefix("iters")), **SINKHORN[convention])
+            m = jnp.moveaxis(m, (0, 1), (-2, -1))
+            return jnp.sum(m * w), m
+
+        grad, m = jax.jit(jax.grad(loss, has_aux=True))(z)
+        assert np.all(np.isfinite(m)), key
+        assert_close(m, arrays[key], tolerances[0], key)
+        assert_close(grad, arrays[f"grad.{key[4:]}"], tolerances[1], f"grad.{key[4:]}")
+        checked += 1
+    assert checked >= 2 * len(SINKHORN) * (len(families) if dtype == "float64" else 4)
