@@ -39,30 +39,22 @@ def _unit(layers, shared, s):
     return {**jax.tree.map(lambda p: p[s], layers), **shared}
 
 
-def _checkpointed(stack, branch):
-    from lmres.residual.stack import checkpoint_policy  # the two files are one piece, split for length
-
-    if stack.remat == "none":
-        return branch
-    return jax.checkpoint(branch, policy=checkpoint_policy(stack.remat), prevent_cse=False)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(stack, layers, shared, branch_params, opened, args):
     return _forward(stack, layers, shared, branch_params, opened, args)[0]
 
 
 def _forward(stack, layers, shared, branch_params, opened, args):
-    connection, per_copy = stack.connection, len(stack.branches)
+    connection, per_copy = stack.connection, len(stack.units)
 
     def body(state, xs):
         layers_i, branch_params_i, i = xs
         kept = []
-        for s, branch in enumerate(stack.branches):
+        for s, branch in enumerate(stack.units):
             l = i * per_copy + s
             params_l = _unit(layers_i, shared, s)
             x, context = connection.read(params_l, state, l)
-            call = _checkpointed(stack, lambda p, x, branch=branch: branch(p, x, i, args, ())[0])
+            call = stack.checkpointed(lambda p, x, branch=branch: branch(p, x, i, args, ())[0])
             y, branch_vjp = jax.vjp(call, branch_params_i[s], x)
             kept.append((state.carry, branch_vjp))
             state = stack.pin(connection.write(params_l, state, context, y, l))
@@ -75,7 +67,7 @@ def _forward(stack, layers, shared, branch_params, opened, args):
 
 def _backward(stack, residuals, g_slots):
     layers, shared, final, kept = residuals
-    connection, per_copy = stack.connection, len(stack.branches)
+    connection, per_copy = stack.connection, len(stack.units)
     carry_like = final.carry
 
     def body(cotangents, xs):

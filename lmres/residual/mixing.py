@@ -18,35 +18,49 @@ from jax import Array
 from lmres.residual.interface import Connection
 
 
-def depth_mixing(connection: Connection, contexts: Sequence[Any], like: Array) -> Array:
+def depth_mixing(connection: Connection, contexts: Sequence[Any], like: Array, inner: int = 1) -> Array:
     """The matrix from the contexts of one run.
 
     Args:
       connection: the spec.
-      contexts: of units 0 .. L - 1 and of the readout, from ``run_layers``.
+      contexts: of the units in order and of the readout, from ``run_layers`` or ``Stack.record``.
       like: an array [B, S, D] of the run (the embedding), for shapes and dtype.
+      inner: sub-layers inside a unit that is a block with plain additive skips (2 in a transformer); then rows and
+        columns are sub-layers. 1 leaves the units as they are.
 
-    Returns: [L + 1, L + 1, B, S] (reader, source), with a trailing D axis if the connection is channelwise.
+    Returns: [L + 1, L + 1, B, S] (reader, source), with a trailing D axis if the connection is channelwise. L is the
+    number of sub-layers.
     """
-    sources = len(contexts)
+    sources = (len(contexts) - 1) * inner + 1
     dtype = jnp.promote_types(like.dtype, jnp.float32)
     one_hot = jnp.eye(sources, dtype=dtype)
+    blocks = connection.unit == "block" and inner > 1
     if connection.channelwise:
         # Source j is all ones where it stands and nothing elsewhere; one replay per source.
         ones = jnp.ones(like.shape, dtype)
-        return jax.vmap(lambda row: replay(connection, contexts, [w * ones for w in row]), out_axes=1)(one_hot)
+        one = lambda row: replay(connection, contexts, [w * ones for w in row], blocks)  # noqa: E731
+        return jax.vmap(one, out_axes=1)(one_hot)
     # Channels are never mixed, so the channel axis can hold the sources: one replay for all.
     values = [jnp.broadcast_to(row, (*like.shape[:-1], sources)) for row in one_hot]
-    return jnp.moveaxis(replay(connection, contexts, values), -1, 1)
+    return jnp.moveaxis(replay(connection, contexts, values, blocks), -1, 1)
 
 
-def replay(connection: Connection, contexts: Sequence[Any], values: Sequence[Array]) -> Array:
-    """Reads [L + 1, B, S, W] of a run whose embedding and outputs are ``values`` ([B, S, W] each), weights fixed."""
-    state = connection.open(None, values[0], len(contexts) - 1)
+def replay(connection: Connection, contexts: Sequence[Any], values: Sequence[Array], blocks: bool = False) -> Array:
+    """Reads [L + 1, B, S, W] of a run with fixed weights, whose embedding and outputs are ``values`` ([B, S, W] each).
+
+    With ``blocks`` the outputs are those of the sub-layers inside each unit, and the unit's output is its input plus
+    theirs.
+    """
+    units = len(contexts) - 1
+    inner = (len(values) - 1) // units
+    state = connection.open(None, values[0], units)
     reads = []
-    for l, value in enumerate(values[1:]):
-        reads.append(connection.read(None, state, l, contexts[l])[0])
-        state = connection.write(None, state, contexts[l], value, l)
+    for l in range(units):
+        x, _ = connection.read(None, state, l, contexts[l])
+        for value in values[1 + l * inner : 1 + (l + 1) * inner]:
+            reads.append(x)
+            x = x + value if blocks else value
+        state = connection.write(None, state, contexts[l], x, l)
     return jnp.stack([*reads, connection.close(None, state, contexts[-1])[0]])
 
 

@@ -1,7 +1,8 @@
 """Running a stack of branches under a connection.
 
-A stack is ``repeats`` copies of the same sequence of branches (in a transformer: attention, MLP). Unit
-``l = repeats_index * len(branches) + position``. Three ways to run the same function:
+A stack is ``repeats`` copies of the same sequence of branches (in a transformer: attention, MLP). The units of the
+connection are the branches, or, for a connection on blocks, the whole copy with a plain residual inside. Three ways to
+run the same function:
 
 - scanned (default): one compiled body, so compile time does not grow with depth;
 - looped: a plain Python loop, for debugging, and the independent check of the scanned form;
@@ -15,6 +16,7 @@ and gives per copy (key/value caches), ``()`` in training.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -28,9 +30,33 @@ Branch = Callable[[Params, Array, Any, Any, Any], tuple[Array, Any]]
 Remat = Literal["none", "full", "dots"]
 
 
-def checkpoint_policy(remat: Remat) -> Callable | None:
-    """What a rematerialised function may keep: nothing ("full"), or products without batch axes ("dots")."""
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+def no_constraint(x: Array, axes: Any) -> Array:
+    """The identity: shardings are left to the compiler."""
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainBlock:
+    """The branches of one copy with a plain residual inside: the unit of connections that are defined on blocks."""
+
+    branches: tuple[Branch, ...]
+
+    def __call__(self, params_i, x, i, args, inputs_i):
+        outputs = []
+        for s, branch in enumerate(self.branches):
+            y, out = branch(params_i[s], x, i, args, inputs_i[s] if inputs_i else ())
+            x = x + y
+            outputs.append(out)
+        return x, tuple(outputs)
+
+    def parts(self, params_i, x, i, args):
+        """What each branch reads and returns, and the block's output."""
+        reads, outputs = [], []
+        for s, branch in enumerate(self.branches):
+            y, _ = branch(params_i[s], x, i, args, ())
+            reads.append(x), outputs.append(y)
+            x = x + y
+        return reads, outputs, x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +64,7 @@ class Stack:
     """A connection, its branches, and how to run them; hashable.
 
     connection: the residual connection.
-    branches: the branches of one copy, in order. For a connection whose unit is the block there must be one.
+    branches: the branches of one copy, in order.
     repeats: number of copies.
     scan: one compiled body; False is a Python loop.
     remat: what the backward pass recomputes: "none", "full" (everything inside a copy), "dots" (all but the
@@ -51,12 +77,17 @@ class Stack:
     repeats: int
     scan: bool = True
     remat: Remat = "none"
-    constrain: Callable[[Array, Any], Array] = lambda x, axes: x
+    constrain: Callable[[Array, Any], Array] = no_constraint
+
+    @property
+    def units(self) -> tuple[Branch, ...]:
+        """One callable per unit of the connection in one copy."""
+        return self.branches if self.connection.unit == "sublayer" else (PlainBlock(self.branches),)
 
     @property
     def depth(self) -> int:
         """Number of units."""
-        return self.repeats * len(self.branches)
+        return self.repeats * len(self.units)
 
     def __call__(
         self,
@@ -78,13 +109,45 @@ class Stack:
         Returns: the column's output h [B, S, D], and the branches' outputs, stacked like ``inputs``.
         """
         if self.scan and inputs is None and isinstance(self.connection, AppendOnly):
-            h = run_append_only(self, connection_params, tuple(branch_params), e, args)
+            h = run_append_only(self, connection_params, self._by_unit(branch_params), e, args)
             return h, tuple(() for _ in self.branches)
-        inputs = tuple(inputs) if inputs is not None else tuple(() for _ in self.branches)
+        inputs = inputs if inputs is not None else tuple(() for _ in self.branches)
         state = self.pin(self.connection.open(connection_params, e, self.depth))
         run = self._scanned if self.scan else self._looped
-        state, outputs = run(connection_params, tuple(branch_params), state, args, inputs)
+        state, outputs = run(
+            connection_params, self._by_unit(branch_params), state, args, self._by_unit(inputs)
+        )
+        if len(self.units) != len(self.branches):
+            (outputs,) = outputs
         return self.connection.close(connection_params, state)[0], outputs
+
+    def record(self, connection_params: Params, branch_params: Sequence[Params], e: Array, args: Any = ()):
+        """As ``__call__``, looped, with a record of every *branch*'s input and output and every unit's context.
+
+        Returns: h [B, S, D] and a ``Record``; ``depth_mixing(connection, record.contexts, e, inner)`` takes it on, with
+        ``inner`` the number of branches inside a unit.
+        """
+        reads, outputs = [], []
+        layers = self.grouped(connection_params)
+        units, by_unit = self.units, self._by_unit(branch_params)
+        state, contexts = self.connection.open(connection_params, e, self.depth), []
+        for i in range(self.repeats):
+            for s, unit in enumerate(units):
+                params_l = {**jax.tree.map(lambda p, i=i, s=s: p[i, s], layers), **connection_params["shared"]}
+                l = i * len(units) + s
+                x, context = self.connection.read(params_l, state, l)
+                params_i = jax.tree.map(lambda p, i=i: p[i], by_unit[s])
+                if isinstance(unit, PlainBlock):
+                    inner_reads, inner_outputs, y = unit.parts(params_i, x, i, args)
+                else:
+                    y, _ = unit(params_i, x, i, args, ())
+                    inner_reads, inner_outputs = [x], [y]
+                state = self.connection.write(params_l, state, context, y, l)
+                reads += inner_reads
+                outputs += inner_outputs
+                contexts.append(context)
+        h, context = self.connection.close(connection_params, state)
+        return h, Record(reads, outputs, [*contexts, context], state)
 
     def pin(self, state):
         """The state with its shardings pinned."""
@@ -92,17 +155,21 @@ class Stack:
 
     def grouped(self, connection_params: Params) -> Params:
         """Per-layer parameters as [repeats, units per copy, ...]."""
-        per_copy = len(self.branches)
+        per_copy = len(self.units)
         return jax.tree.map(lambda p: p.reshape(self.repeats, per_copy, *p.shape[1:]), connection_params["layers"])
 
+    def _by_unit(self, per_branch: Sequence[Any]) -> tuple[Any, ...]:
+        """One entry per unit from one entry per branch."""
+        return tuple(per_branch) if self.connection.unit == "sublayer" else (tuple(per_branch),)
+
     def _copy(self, shared, state, layers, branch_params, i, args, inputs):
-        """One copy: every branch read from and written to the state."""
+        """One copy: every unit read from and written to the state."""
         outputs = []
-        for s, branch in enumerate(self.branches):
-            l = i * len(self.branches) + s
+        for s, unit in enumerate(self.units):
+            l = i * len(self.units) + s
             params_l = {**jax.tree.map(lambda p, s=s: p[s], layers), **shared}
             x, context = self.connection.read(params_l, state, l)
-            y, out = branch(branch_params[s], x, i, args, inputs[s])
+            y, out = unit(branch_params[s], x, i, args, inputs[s])
             state = self.pin(self.connection.write(params_l, state, context, y, l))
             outputs.append(out)
         return state, tuple(outputs)
@@ -112,24 +179,29 @@ class Stack:
             layers, branch_params_i, inputs_i, i = xs
             return self._copy(params["shared"], state, layers, branch_params_i, i, args, inputs_i)
 
-        if self.remat != "none":
-            body = jax.checkpoint(body, policy=checkpoint_policy(self.remat), prevent_cse=False)
+        body = self.checkpointed(body)
         xs = (self.grouped(params), branch_params, inputs, jnp.arange(self.repeats))
         return jax.lax.scan(body, state, xs)
 
     def _looped(self, params, branch_params, state, args, inputs):
-        def copy(state, layers, branch_params_i, inputs_i, args, i):
+        def copy(i, state, layers, branch_params_i, inputs_i):
             return self._copy(params["shared"], state, layers, branch_params_i, i, args, inputs_i)
 
-        if self.remat != "none":
-            copy = jax.checkpoint(copy, policy=checkpoint_policy(self.remat), static_argnums=(5,))
         collected = []
         layers = self.grouped(params)
         for i in range(self.repeats):
-            pick = lambda tree, i=i: jax.tree.map(lambda p: p[i], tree)  # noqa: E731
-            state, outputs = copy(state, pick(layers), pick(branch_params), pick(inputs), args, i)
+            layers_i, params_i, inputs_i = jax.tree.map(lambda p, i=i: p[i], (layers, branch_params, inputs))
+            state, outputs = self.checkpointed(partial(copy, i))(state, layers_i, params_i, inputs_i)
             collected.append(outputs)
         return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *collected)
+
+    def checkpointed(self, f: Callable) -> Callable:
+        """``f`` under the stack's rematerialisation."""
+        if self.remat == "none":
+            return f
+        keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "dots" else None
+        # Inside a scan the barriers against common-subexpression elimination are not needed and cost speed.
+        return jax.checkpoint(f, policy=keep, prevent_cse=not self.scan)
 
 
 def run_layers(connection: Connection, params: Params, branches: Sequence[Callable[[Array], Array]], e: Array):

@@ -1,0 +1,13 @@
+"""model: the decoder-only transformer.
+
+``config`` its sizes, ``layers`` the two branches (attention, MLP) and their parts, ``transformer`` the whole. It knows the
+residual connection only through its interface, and nothing of meshes: shardings come in as a ``constrain`` function.
+
+May import: ops, residual, jax, flax.
+"""
+
+from lmres.model.config import ModelConfig
+from lmres.model.layers import KeyValues
+from lmres.model.transformer import Transformer
+
+__all__ = ["KeyValues", "ModelConfig", "Transformer"]

@@ -1,0 +1,176 @@
+"""The branches of a block: attention and MLP, each with its own norms, and the parts they are made of.
+
+Legend: B batch, S query positions, T readable positions, D width, H query heads, G key/value heads, K head size, F hidden.
+"""
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lmres.model.config import ModelConfig
+from lmres.ops import rms_norm
+
+
+class KeyValues(NamedTuple):
+    """Something an attention layer may read: keys (rotated) and values, [B, T, G, K] each."""
+
+    key: Array
+    value: Array
+
+
+class Args(NamedTuple):
+    """What is the same for all layers in one call.
+
+    position: [B, S] int, of the queries, counted within each document.
+    own_mask: [B, 1, S, S] bool, which of the layer's own new keys a query may read; None for plain causal.
+    past_mask: [B, 1, S, T] bool, which of the past keys it may read; None without a past.
+    dropout_key: raw key data, or None for no dropout.
+    """
+
+    position: Array
+    own_mask: Array | None = None
+    past_mask: Array | None = None
+    dropout_key: Array | None = None
+
+
+def rotate(x: Array, position: Array, base: float) -> Array:
+    """Rotary positions (arXiv:2104.09864), halves paired as (i, i + K/2). x: [B, S, heads, K]; position: [B, S]."""
+    half = x.shape[-1] // 2
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    frequency = base ** (-jnp.arange(half, dtype=wide) / half)
+    angle = position[:, :, None, None].astype(wide) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = x[..., :half].astype(wide), x[..., half:].astype(wide)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def attend(query: Array, reads: tuple[KeyValues, ...], masks: tuple[Array | None, ...], implementation: str) -> Array:
+    """Softmax attention of ``query`` [B, S, H, K] over everything it may read, as one joint softmax.
+
+    reads: sources, each [B, T_i, G, K]. masks: one per source, [B, 1, S, T_i] bool; a single source may have None, which is
+    plain causal. Returns [B, S, H, K].
+    """
+    impl = _implementation(query, implementation)
+    if len(reads) == 1 and masks[0] is None:
+        (only,) = reads
+        return jax.nn.dot_product_attention(query, only.key, only.value, is_causal=True, implementation=impl)
+    if any(mask is None for mask in masks):
+        raise ValueError("attention over several sources needs a mask for each of them")
+    key = jnp.concatenate([r.key for r in reads], axis=1)
+    value = jnp.concatenate([r.value for r in reads], axis=1)
+    mask = jnp.concatenate(masks, axis=-1)
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=impl)
+
+
+def _implementation(query: Array, asked: str) -> str | None:
+    """cuDNN's flash attention where it can run (GPU, 16-bit floats, head size a multiple of 8 up to 128)."""
+    if asked != "auto":
+        return asked
+    fits = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
+    return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
+
+
+def fan_in(std: float | None, axes: int = 1, scale: float = 1.0):
+    """Normal initialiser with standard deviation ``scale / sqrt(fan-in)``; the fan-in is the product of the first ``axes``
+    axes. A given ``std`` takes the place of ``1 / sqrt(fan-in)``."""
+
+    def init(key, shape):
+        size = 1
+        for n in shape[:axes]:
+            size *= n
+        return jax.random.normal(key, shape, jnp.float32) * ((size**-0.5 if std is None else std) * scale)
+
+    return init
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with a gain over the last axis."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        return rms_norm(x, self.param("gain", lambda _, n: jnp.ones(n, jnp.float32), x.shape[-1]), self.eps)
+
+
+class SubLayer(nn.Module):
+    """What both branches share: the norms the connection asks for, and dropout on the output.
+
+    norms: any of "input" and "output". residual_scale: of the start of the projection back into the residual.
+    """
+
+    config: ModelConfig
+    norms: tuple[str, ...] = ("input",)
+    residual_scale: float = 1.0
+
+    def enter(self, x: Array) -> Array:
+        return RMSNorm(self.config.norm_eps, name="norm")(x) if "input" in self.norms else x
+
+    def leave(self, y: Array, sublayer: Any, dropout_key: Array | None) -> Array:
+        if "output" in self.norms:
+            y = RMSNorm(self.config.norm_eps, name="output_norm")(y)
+        rate = self.config.dropout
+        if rate == 0.0 or dropout_key is None:
+            return y
+        key = jax.random.fold_in(jax.random.wrap_key_data(dropout_key), sublayer)
+        keep = jax.random.bernoulli(key, 1.0 - rate, y.shape)
+        return jnp.where(keep, y / (1.0 - rate), 0)
+
+
+class Attention(SubLayer):
+    """Grouped-query attention with rotary positions."""
+
+    @nn.compact
+    def __call__(self, x: Array, i: Any, args: Args, past: KeyValues | None = None) -> tuple[Array, KeyValues]:
+        """x: [B, S, D]; i: number of the block; past: keys and values from before this call, [B, T, G, K].
+
+        Returns the output [B, S, D] and the layer's new keys and values, [B, S, G, K].
+        """
+        c, width = self.config, x.shape[-1]
+        heads, groups, size = c.heads, c.kv, c.head_size
+        init = fan_in(c.weight_std)
+        w_query = self.param("query", init, (width, heads, size)).astype(x.dtype)
+        w_key = self.param("key", init, (width, groups, size)).astype(x.dtype)
+        w_value = self.param("value", init, (width, groups, size)).astype(x.dtype)
+        out_init = fan_in(c.weight_std, 2, self.residual_scale)
+        w_out = self.param("out", out_init, (heads, size, width)).astype(x.dtype)
+
+        x = self.enter(x)
+        query = jnp.einsum("bsd,dhk->bshk", x, w_query)
+        key = jnp.einsum("bsd,dgk->bsgk", x, w_key)
+        value = jnp.einsum("bsd,dgk->bsgk", x, w_value)
+        if c.qk_norm:
+            query = RMSNorm(c.norm_eps, name="query_norm")(query)
+            key = RMSNorm(c.norm_eps, name="key_norm")(key)
+        query = rotate(query, args.position, c.rope_base)
+        new = KeyValues(rotate(key, args.position, c.rope_base), value)
+        if past is None:
+            y = attend(query, (new,), (args.own_mask,), c.attention)
+        else:
+            y = attend(query, (past, new), (args.past_mask, args.own_mask), c.attention)
+        y = jnp.einsum("bshk,hkd->bsd", y, w_out)
+        return self.leave(y, 2 * i, args.dropout_key), new
+
+
+class MLP(SubLayer):
+    """SwiGLU (arXiv:2002.05202) or GELU."""
+
+    @nn.compact
+    def __call__(self, x: Array, i: Any, args: Args) -> Array:
+        """x: [B, S, D]; i: number of the block. Returns [B, S, D]."""
+        c, width = self.config, x.shape[-1]
+        init = fan_in(c.weight_std)
+        w_up = self.param("up", init, (width, c.hidden)).astype(x.dtype)
+        down_init = fan_in(c.weight_std, 1, self.residual_scale)
+        w_down = self.param("down", down_init, (c.hidden, width)).astype(x.dtype)
+
+        x = self.enter(x)
+        if c.mlp == "swiglu":
+            w_gate = self.param("gate", init, (width, c.hidden)).astype(x.dtype)
+            hidden = jax.nn.silu(x @ w_gate) * (x @ w_up)
+        else:
+            hidden = jax.nn.gelu(x @ w_up)
+        return self.leave(hidden @ w_down, 2 * i + 1, args.dropout_key)

@@ -1,0 +1,190 @@
+"""The decoder-only transformer: embedding, a residual stack of attention and MLP, final norm, logits.
+
+Legend: B batch, S sequence, T past positions, D width, V vocabulary, G key/value heads, K head size.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from lmres.model.config import ModelConfig
+from lmres.model.layers import MLP, Args, Attention, KeyValues, RMSNorm
+from lmres.residual import Connection
+from lmres.residual.linen import ResidualStack
+from lmres.residual.stack import no_constraint
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBranch:
+    """Attention as a branch of a residual stack; what it may read beyond its own new keys comes per copy."""
+
+    module: Attention
+    name: str = "attention"
+
+    def init(self, key, x):
+        return self.module.init(key, x, 0, Args(jnp.zeros(x.shape[:2], jnp.int32)))["params"]
+
+    def __call__(self, params_i, x, i, args, inputs_i):
+        return self.module.apply({"params": params_i}, x, i, args, inputs_i or None)
+
+
+@dataclasses.dataclass(frozen=True)
+class MLPBranch:
+    """The MLP as a branch of a residual stack."""
+
+    module: MLP
+    name: str = "mlp"
+
+    def init(self, key, x):
+        return self.module.init(key, x, 0, Args(jnp.zeros(x.shape[:2], jnp.int32)))["params"]
+
+    def __call__(self, params_i, x, i, args, inputs_i):
+        return self.module.apply({"params": params_i}, x, i, args), ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What was computed for earlier tokens (see ``lmres.generate.cache``).
+
+    layers: keys and values of all blocks, [blocks, B, T, G, K].
+    segment: [B, T] int, 0 where nothing is stored; position: [B, T] int.
+    """
+
+    layers: KeyValues
+    segment: Array
+    position: Array
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer whose residual connection is a choice.
+
+    config: sizes; ``vocab_size`` must be set. connection: any member of ``lmres.residual``. constrain: pins shardings.
+    """
+
+    config: ModelConfig
+    connection: Connection
+    constrain: Any = no_constraint
+
+    def setup(self):
+        c = self.config
+        if c.vocab_size is None:
+            raise ValueError("model.vocab_size must be set before the model is built (the tokenizer gives it)")
+        c.check()
+        norms, scale = self.connection.branch_norms, (2 * c.blocks) ** -0.5
+        self.embed = Embedding(c)
+        self.stack = ResidualStack(
+            connection=self.connection,
+            branches=(
+                AttentionBranch(Attention(c, norms, scale, parent=None)),
+                MLPBranch(MLP(c, norms, scale, parent=None)),
+            ),
+            repeats=c.blocks,
+            scan=c.scan,
+            remat=c.remat,
+            constrain=self.constrain,
+        )
+        self.final_norm = RMSNorm(c.norm_eps)
+        if not c.tie_embeddings:
+            self.head = Head(c)
+
+    def __call__(
+        self,
+        tokens: Array,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        past: Past | None = None,
+        dropout_key: Array | None = None,
+    ) -> Array | tuple[Array, KeyValues]:
+        """Logits of the next token.
+
+        Args:
+          tokens: [B, S] int.
+          segments: [B, S] int, the document each token belongs to within its row; 0 is padding. None: one document.
+          positions: [B, S] int, counted within each document; None for 0 .. S - 1.
+          past: what was computed for earlier tokens.
+          dropout_key: raw key data ``[2]`` uint32 in training with dropout.
+
+        Returns: logits [B, S, V] float32; with ``past`` also the new keys and values, [blocks, B, S, G, K].
+        """
+        e, args = self._start(tokens, segments, positions, past, dropout_key)
+        h, (new, _) = self.stack(e, args, None if past is None else (past.layers, ()))
+        logits = self._logits(h)
+        return logits if past is None else (logits, new)
+
+    def record(self, tokens: Array, segments: Array | None = None, positions: Array | None = None):
+        """Logits, the embedding [B, S, D], and the record of every sub-layer's input, output and mixing weights."""
+        e, args = self._start(tokens, segments, positions, None, None)
+        h, record = self.stack.record(e, args)
+        return self._logits(h), e, record
+
+    def _start(self, tokens, segments, positions, past, dropout_key):
+        c = self.config
+        if tokens.shape[1] > c.context:
+            raise ValueError(f"{tokens.shape[1]} tokens are more than model.context={c.context}")
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        own_mask = past_mask = None
+        if segments is None and past is not None:
+            segments = jnp.ones_like(tokens)
+        if segments is not None:
+            own_mask = readable(segments, positions, segments, positions)
+        if past is not None:
+            past_mask = readable(segments, positions, past.segment, past.position)
+        e = self.constrain(self.embed(tokens), P("batch", "sequence", None))
+        return e, Args(positions, own_mask, past_mask, dropout_key)
+
+    def _logits(self, h):
+        c = self.config
+        h = self.final_norm(h)
+        logits = self.embed.attend(h) if c.tie_embeddings else self.head(h)
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        if c.logit_softcap is not None:
+            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        return self.constrain(logits, P("batch", "sequence", "vocab"))
+
+
+def readable(segment: Array, position: Array, other_segment: Array, other_position: Array) -> Array:
+    """[B, 1, S, T] bool: same document, not later, not padding."""
+    same = (segment[:, :, None] == other_segment[:, None, :]) & (other_segment != 0)[:, None, :]
+    return (same & (other_position[:, None, :] <= position[:, :, None]))[:, None]
+
+
+class Embedding(nn.Module):
+    """The token table [V, D], which also gives the logits when tied."""
+
+    config: ModelConfig
+
+    def setup(self):
+        c = self.config
+
+        def init(key):
+            return nn.initializers.normal(c.embedding_std)(key, (c.vocab_size, c.width), jnp.float32)
+
+        self.table = self.param("table", init)
+
+    def __call__(self, tokens: Array) -> Array:
+        return self.table.astype(self.config.dtype)[tokens]
+
+    def attend(self, h: Array) -> Array:
+        return jnp.einsum("bsd,vd->bsv", h, self.table.astype(h.dtype), preferred_element_type=_wide(h))
+
+
+class Head(nn.Module):
+    """A free output projection [D, V]."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, h: Array) -> Array:
+        c = self.config
+        init = nn.initializers.normal(c.width**-0.5)
+        kernel = self.param("kernel", lambda key: init(key, (c.width, c.vocab_size), jnp.float32))
+        return jnp.einsum("bsd,dv->bsv", h, kernel.astype(h.dtype), preferred_element_type=_wide(h))
+
+
+def _wide(h: Array):
+    return jnp.promote_types(h.dtype, jnp.float32)
