@@ -186,8 +186,8 @@ class Reader:
         if wrong.size:
             raise DataError(
                 f"{where}: record {where.rpartition(':')[2]} holds id {ids[wrong[0]]} at position "
-                f"{wrong[0]}, outside the vocabulary of {limit} ids (0 .. {limit - 1}); mend the record, or raise the "
-                "vocabulary"
+                f"{wrong[0]}, outside the vocabulary of {limit} ids (0 .. {limit - 1}); mend the "
+                "record, or raise the vocabulary"
             )
         if ids.size:
             yield Document(where, ids.astype(np.int64))

@@ -40,12 +40,20 @@ class Input:
 
     @property
     def path(self) -> Path:
-        return Path(self.name)
+        return Path(self.name.rpartition("@")[0] if self.kind == "datasets" else self.name)
 
     def stamp(self) -> list:
-        """[kind, name, bytes, modification time in ns]: changes when the file does. A data set on the Hub has
-        no size and no time here, so a change of it there goes unnoticed."""
-        if self.kind == "datasets" and not self.path.exists():
+        """[kind, name, bytes, modification time in ns]: changes when the file does, or a file in the folder.
+        A data set on the Hub has no size and no time here, so a change of it there goes unnoticed."""
+        if self.path.is_dir():
+            states = [p.stat() for p in _walk(self.path)]
+            return [
+                self.kind,
+                self.name,
+                sum(s.st_size for s in states),
+                max((s.st_mtime_ns for s in states), default=0),
+            ]
+        if self.kind == "datasets":
             return [self.kind, self.name, None, None]
         state = self.path.stat()
         return [self.kind, self.name, state.st_size, state.st_mtime_ns]

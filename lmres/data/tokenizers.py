@@ -138,8 +138,10 @@ class HuggingFaceTokenizer:
         self.eos_id = _end_id(path, eos_token, vocab.get)
         self.fingerprint = f"tokenizers-{hashlib.sha256(content).hexdigest()[:16]}-eos{self.eos_id}"
         self._added = set(self._tokenizer.get_added_tokens_decoder())
-        # In a byte-level vocabulary each character of a piece stands for one byte.
-        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(content).get("decoder"))
+        byte_level = '"ByteLevel"' in json.dumps(json.loads(content).get("decoder"))
+        self._pieces = _Pieces(
+            lambda text: self._tokenizer.encode(text, add_special_tokens=False).tokens, byte_level
+        )
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
@@ -159,8 +161,7 @@ class HuggingFaceTokenizer:
         covered = len(text[: encoding.offsets[0][1]].encode("utf-8"))
         if encoding.ids[0] in self._added:
             return covered
-        piece = encoding.tokens[0]
-        return min(covered, len(piece) if self._byte_level else _piece_bytes(piece))
+        return min(covered, self._pieces.bytes_of_first(text, encoding.tokens[0]))
 
     def decode(self, ids) -> str:
         ids = _checked_ids(ids, self.vocab_size)
@@ -185,6 +186,7 @@ class SentencePieceTokenizer:
         if self.eos_id < 0:
             vocab = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
             self.eos_id = _end_id(path, eos_token, vocab.get)
+        self._pieces = _Pieces(lambda text: self._model.encode(text, out_type=str), byte_level=False)
         self.fingerprint = f"sentencepiece-{hashlib.sha256(content).hexdigest()[:16]}-eos{self.eos_id}"
 
     def encode(self, text: str) -> np.ndarray:
@@ -195,26 +197,43 @@ class SentencePieceTokenizer:
         return [Encoded(i, self._first_bytes(t, i)) for t, i in zip(texts, ids, strict=True)]
 
     def _first_bytes(self, text: str, ids: np.ndarray) -> int:
-        """From the piece; its leading space is one of the text only if the text begins with one. An unknown
-        piece (a model without byte fallback) counts as the first character: what it replaced is lost."""
+        """From the piece. An unknown one (a model without byte fallback) counts as the first character: what
+        it replaced is lost."""
         if not len(ids):
             return 0
         if self._model.is_unknown(int(ids[0])):
             return len(text[0].encode("utf-8"))
         piece = self._model.id_to_piece(int(ids[0]))
-        if piece.startswith("\u2581") and not text.startswith((" ", "\u2581")):
-            piece = piece[1:]
-        return min(_piece_bytes(piece), len(text.encode("utf-8")))
+        return min(len(text.encode("utf-8")), self._pieces.bytes_of_first(text, piece))
 
     def decode(self, ids) -> str:
         ids = _checked_ids(ids, self.vocab_size)
         return self._model.decode(ids[ids != self.eos_id].tolist())
 
 
-def _piece_bytes(piece: str) -> int:
-    """UTF-8 bytes a piece of a sentencepiece-like vocabulary stands for: `<0xE3>` is one byte, U+2581 a
-    space."""
-    return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("\u2581", " ").encode("utf-8"))
+class _Pieces:
+    """How the pieces of a vocabulary spell bytes, and whether the encoder puts a space of its own before the
+    text.
+
+    A byte-level piece has one character per byte. Elsewhere `<0xE3>` is one byte and U+2581 a space. Some
+    encoders put a space before any text, some before text that does not begin with one, some never; no file
+    format says so in one place, so it is found by trying.
+    """
+
+    def __init__(self, encode: Callable[[str], list[str]], byte_level: bool):
+        self._byte_level = byte_level
+        self._space = "\u0120" if byte_level else "\u2581"
+        self._added_before_text = "".join(encode("a")).startswith(self._space)
+        self._added_before_space = "".join(encode(" a")).startswith(self._space * 2)
+
+    def bytes_of_first(self, text: str, piece: str) -> int:
+        """UTF-8 bytes of `text` that `piece`, the first of its encoding, stands for."""
+        if not self._byte_level and _BYTE_PIECE.fullmatch(piece):
+            return 1
+        added = self._added_before_space if text.startswith(" ") else self._added_before_text
+        if added:
+            piece = piece.removeprefix(self._space)
+        return len(piece) if self._byte_level else len(piece.replace(self._space, " ").encode("utf-8"))
 
 
 def _end_id(path: Path, wanted: str | None, find: Callable[[str], int | None]) -> int:

@@ -12,8 +12,8 @@ from lmres.data import Batches, DataConfig, DataError, load_splits, open_store, 
 
 @pytest.fixture
 def build(tmp_path, case):
-    """Prepares a store with case `name` as data.valid, so that small cases need no split; returns the split of
-    the case and the store's info."""
+    """Prepares a store with case `name` as data.valid, so that small cases need no split; returns the
+    split of the case and the store's info."""
 
     def run(name, vocab_size=None, **settings):
         other = tmp_path / "other.jsonl"

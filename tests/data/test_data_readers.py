@@ -269,6 +269,11 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
         read("org/name@test", format="datasets")
     with pytest.raises(DataError, match=r"missing@train: the data set cannot be loaded: no such data set$"):
         read("missing", format="datasets")
+    (tmp_path / "state.json").write_text("{}")
+    (local,) = resolve(DataConfig(train=str(tmp_path), format="datasets"), "train")
+    before = local.stamp()
+    (tmp_path / "data.arrow").write_text("rows")
+    assert local.stamp() != before
     assert read(tmp_path, format="datasets")[0] == [str(tmp_path)]
     with pytest.raises(DataError, match="no split 'dev'; splits found: train, test"):
         read(f"{tmp_path}@dev", format="datasets")
