@@ -8,6 +8,6 @@ May import: ops, residual, jax, flax.
 
 from lmres.model.config import ModelConfig
 from lmres.model.layers import KeyValues
-from lmres.model.transformer import Transformer
+from lmres.model.transformer import Past, Transformer
 
-__all__ = ["KeyValues", "ModelConfig", "Transformer"]
+__all__ = ["KeyValues", "ModelConfig", "Past", "Transformer"]

@@ -4,7 +4,7 @@ Legend: B batch, S sequence, T past positions, D width, V vocabulary, G key/valu
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -46,8 +46,7 @@ class MLPBranch:
         return self.module.apply({"params": params_i}, x, i, args), ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Past:
+class Past(NamedTuple):
     """What was computed for earlier tokens (see ``lmres.generate.cache``).
 
     layers: keys and values of all blocks, [blocks, B, T, G, K].
