@@ -1,7 +1,7 @@
 """The update rule: AdamW, or Muon for the matrices of the branches and AdamW for the rest.
 
-What happens to a parameter is decided by its *role*, and the role by its path (``ROLES``), never by its number
-of axes: layers are stacked along a leading axis, so a stacked gain [Bk, D] looks like a matrix.
+What happens to a parameter is decided by its *role*, and the role by its path (``ROLES``), never by its
+number of axes: layers are stacked along a leading axis, so a stacked gain [Bk, D] looks like a matrix.
 
     role         weight decay                    Muon
     matrix       yes                             yes, but for the output head
@@ -40,8 +40,8 @@ MUON_RMS = 0.2
 class Kind(NamedTuple):
     """What a parameter is.
 
-    inputs, outputs: axes of the matrix that Muon orthogonalises, counted from the back since a stacked layer has
-      a leading axis more; None where Muon is not used.
+    inputs, outputs: axes of the matrix that Muon orthogonalises, counted from the back since a stacked layer
+      has a leading axis more; None where Muon is not used.
     """
 
     role: Role
@@ -150,18 +150,21 @@ def _check(config: OptimizerConfig) -> None:
     if config.weight_decay < 0:
         raise ValueError(f"optimizer.weight_decay={config.weight_decay} must not be negative")
     if config.kind == "adamw" and config.muon_learning_rate is not None:
-        raise ValueError("optimizer.muon_learning_rate needs optimizer.kind=muon, not adamw; change one of them")
+        raise ValueError(
+            "optimizer.muon_learning_rate needs optimizer.kind=muon, not adamw; change one of them"
+        )
 
 
 def make_optimizer(
     config: OptimizerConfig, schedule: Schedule, connection: Connection, params: Any
 ) -> optax.GradientTransformation:
-    """The optimiser for parameters like ``params`` (arrays or ShapeDtypeStructs; only paths and shapes count).
+    """The optimiser for parameters like ``params`` (arrays or ShapeDtypeStructs; only paths count).
 
     The state is a pytree of arrays; moments have their parameter's path as the end of theirs, so that
     ``lmres.sharding.param_shardings`` splits them like it.
 
-    Raises ValueError for settings out of range (naming the key) and parameters without a role (naming the path).
+    Raises ValueError for settings out of range (naming the key) and parameters without a role (naming the
+    path).
     """
     _check(config)
     rates = (config.learning_rate, config.muon_learning_rate or config.learning_rate)
@@ -203,7 +206,8 @@ def _muon(momentum: float) -> optax.GradientTransformation:
 
         return jax.tree_util.tree_map_with_path(one, updates)
 
-    # The dimension numbers are made from the updates at hand: there, parameters of the other rule are masked out.
+    # The dimension numbers are made from the updates at hand: there, parameters of the other rule are masked
+    # out.
     return optax.chain(
         scale_by_muon(beta=momentum, weight_dimension_numbers=lambda updates: _map(numbers, updates)),
         optax.stateless(resize),

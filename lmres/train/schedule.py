@@ -1,7 +1,7 @@
 """Learning-rate schedules: which fraction of the peak each optimiser update uses.
 
-Schedules count optimiser updates, never micro-batches. For update number u = step + 1 (1 .. steps) and W warm-up
-updates:
+Schedules count optimiser updates, never micro-batches. For update number u = step + 1 (1 .. steps)
+and W warm-up updates:
 
     u <= W               u / W, so the first update already moves and update W is at the peak
     after it             p = (u - W) / (steps - W), which is 1 at the last update
@@ -25,13 +25,14 @@ Schedule = Callable[[int | jax.Array], jax.Array]
 def warmup_updates(config: ScheduleConfig, steps: int) -> int:
     """Number of warm-up updates of a run of ``steps`` updates.
 
-    Raises ValueError, naming ``schedule.warmup``, if it is neither a fraction in [0, 1) nor a whole number <= steps.
+    Raises ValueError, naming ``schedule.warmup``, if it is neither a fraction in [0, 1) nor a whole number <=
+    steps.
     """
     if 0 <= config.warmup < 1:
         return round(config.warmup * steps)
     if config.warmup < 0 or config.warmup != int(config.warmup):
         raise ValueError(
-            f"schedule.warmup={config.warmup} must be a fraction of the run, in [0, 1), or a number of updates"
+            f"schedule.warmup={config.warmup} must be a fraction of the run in [0, 1), or a count of updates"
         )
     if config.warmup > steps:
         raise ValueError(f"schedule.warmup={int(config.warmup)} updates is longer than train.steps={steps}")
@@ -39,7 +40,7 @@ def warmup_updates(config: ScheduleConfig, steps: int) -> int:
 
 
 def make_schedule(config: ScheduleConfig, steps: int) -> Schedule:
-    """``f(step) -> fraction of the peak``, a float32 scalar; step = updates done before this one, 0 .. steps - 1.
+    """``f(step) -> fraction of the peak``, float32; step = updates done before this one, 0 .. steps - 1.
 
     ``step`` may be a Python int or a traced integer. After the last update the value stays what it was there.
 
