@@ -12,6 +12,7 @@ so the position in the data is one number and does not depend on how many hosts 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Literal
 
@@ -81,6 +82,12 @@ class Windows:
         }
 
 
+def _picked(batch_size: int, rows: Rows) -> np.ndarray:
+    """Numbers of the rows asked for, int64 [B]."""
+    every = np.arange(batch_size)
+    return every if rows is None else every[rows]
+
+
 class Batches:
     """The batches of one split.
 
@@ -123,7 +130,7 @@ class Batches:
         if shuffle:
             order = order.seed(seed).shuffle()
         # Of window numbers, not of windows: these are put together at once for all rows a host wants.
-        self._order = order.repeat(1 if repeat == "never" else None).batch(batch_size)
+        self._order = order.repeat(1 if repeat == "never" else None)
 
     def _check(self) -> None:
         found, where = len(self._windows), f"{self.store.path}: the {self.store.name} split"
@@ -160,7 +167,7 @@ class Batches:
     @property
     def num_steps(self) -> int | None:
         """Steps that can be asked for: None (no end), or with repeat="never" those of one epoch."""
-        return len(self._order) if self.repeat == "never" else None
+        return -(-self.num_windows // self.batch_size) if self.repeat == "never" else None
 
     @property
     def target_tokens(self) -> int:
@@ -218,11 +225,12 @@ class Batches:
                 f"steps of {self.batch_size} rows from 0; set data.repeat to 'epochs' to start over, or "
                 "train for fewer steps"
             )
-        return self._rows(self._order[step], rows)
-
-    def _rows(self, index: np.ndarray, rows: Rows) -> Batch:
-        index = np.pad(index, (0, self.batch_size - len(index)), constant_values=-1)
-        return self._windows.assemble(index if rows is None else index[rows])
+        place = step * self.batch_size + _picked(self.batch_size, rows)
+        # Only the last batch with repeat="never" reaches past the end; its rows there stay empty.
+        end = self.num_windows if self.repeat == "never" else sys.maxsize
+        return self._windows.assemble(
+            np.array([self._order[i] if i < end else -1 for i in place.tolist()], int)
+        )
 
     def iterate(self, start_step: int = 0, rows: Rows = None) -> Iterator[Batch]:
         """The batches `batch(step, rows)` for step = start_step, start_step + 1, ..., made ahead by threads.
@@ -231,7 +239,8 @@ class Batches:
         """
         if start_step < 0:
             raise DataError(f"start_step is {start_step}; steps begin at 0")
-        steps = self._order[start_step:].map(lambda index: self._rows(index, rows))
+        end = sys.maxsize if self.num_steps is None else self.num_steps
+        steps = grain.MapDataset.range(min(start_step, end), end).map(lambda step: self.batch(step, rows))
         iterator = iter(steps.to_iter_dataset(_READ))
         with contextlib.closing(iterator):
             yield from iterator
@@ -246,9 +255,9 @@ class Batches:
             raise DataError(f"the batch size of the evaluation is {batch_size}; it must be at least 1")
         count = self.num_eval_batches(batch_size, max_batches)
         for first in range(0, count * batch_size, batch_size):
-            index = np.arange(first, first + batch_size)
+            index = first + _picked(batch_size, rows)
             index[index >= self.num_windows] = -1
-            yield self._windows.assemble(index if rows is None else index[rows])
+            yield self._windows.assemble(index)
 
     def num_eval_batches(self, batch_size: int, max_batches: int | None = None) -> int:
         """How many batches `eval_batches` yields."""

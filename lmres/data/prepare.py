@@ -145,6 +145,7 @@ def _publish(work: Path, out: Path, todo: _Plan, overwrite: bool) -> StoreInfo |
     except OSError:
         if old.exists() and not out.exists():
             os.rename(old, out)
+            raise
         ready = _existing(out, todo, overwrite=False)
         if ready is None:
             raise

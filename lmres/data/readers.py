@@ -83,15 +83,15 @@ class Reader:
         for number, line in self._lines(item.path):
             self.counts.records += 1
             if unit == "line":
-                yield from self._checked(line, f"{item.path}:{number}")
+                yield from self._checked(line, f"{item.name}:{number}")
             elif line.strip():
                 first = first if paragraph else number
                 paragraph.append(line)
             elif paragraph:
-                yield Document(f"{item.path}:{first}", "\n".join(paragraph))
+                yield Document(f"{item.name}:{first}", "\n".join(paragraph))
                 paragraph = []
         if paragraph:
-            yield Document(f"{item.path}:{first}", "\n".join(paragraph))
+            yield Document(f"{item.name}:{first}", "\n".join(paragraph))
 
     def _stdlib(self, item: Input) -> Iterator[Document]:
         raw = item.path.read_bytes()
@@ -129,7 +129,7 @@ class Reader:
 
     def _jsonl(self, item: Input) -> Iterator[Document]:
         for number, line in self._lines(item.path):
-            where = f"{item.path}:{number}"
+            where = f"{item.name}:{number}"
             if not line.strip():
                 continue
             self.counts.records += 1
@@ -211,7 +211,7 @@ class Reader:
                 for value in batch.column(0):
                     number += 1
                     self.counts.records += 1
-                    where = f"{item.path}:{number}"
+                    where = f"{item.name}:{number}"
                     if item.ids:
                         yield from self._ids(_list_cell(value), key, where)
                     else:

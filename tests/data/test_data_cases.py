@@ -265,6 +265,8 @@ def test_copies_of_a_document_fall_on_one_side(tmp_path):
     train, valid = split_texts(DataConfig(train=str(path), text_unit="line"), tmp_path / "store")
     assert len(valid) == 10
     assert not set(train) & set(valid)
+    most = DataConfig(train=str(path), text_unit="line", valid_fraction=0.99)
+    assert len(split_texts(most, tmp_path / "most")[0]) == 10, "training is not empty either"
     path.write_text("same\n" * 30)
     with pytest.raises(DataError, match=r"30 documents .* 1 different, 2 needed"):
         prepare(DataConfig(train=str(path), text_unit="line"), tmp_path / "other")

@@ -68,11 +68,11 @@ def test_compressed_files_cut_anywhere_or_damaged_are_refused(tmp_path, suffix):
 
 def test_compressed_text_with_mark(tmp_path):
     path = tmp_path / "a.txt.gz"
-    path.write_bytes(gzip.compress(b"\xef\xbb\xbfone\r\ntwo\r\n\r\nthree"))
-    assert read(path)[0] == ["one\ntwo\n\nthree"]
-    assert read(path, text_unit="paragraph")[0] == ["one\ntwo", "three"]
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbfone\r\n two \r\n\r\nthree"))
+    assert read(path)[0] == ["one\n two \n\nthree"]
+    assert read(path, text_unit="paragraph")[0] == ["one\n two ", "three"]
     documents, counts = read(path, text_unit="line")
-    assert documents == ["one", "two", "three"]
+    assert documents == ["one", " two ", "three"]
     assert (counts.records, counts.blank) == (4, 1)
 
 
@@ -189,7 +189,16 @@ def test_damaged_parquet(tmp_path):
 
 
 def test_folders_globs_and_lists_are_read_in_a_fixed_order(tmp_path):
-    for name in ("b/2.txt", "a.txt", "b/1.txt.gz", "c.md", ".hidden.txt", "notes.bin", "b/3.jsonl"):
+    for name in (
+        "b/2.txt",
+        "a.txt",
+        "b/1.txt.gz",
+        "c.md",
+        ".hidden.txt",
+        ".cache/d.txt",
+        "notes.bin",
+        "b/3.jsonl",
+    ):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         content = (lines({"text": name}) if name.endswith("jsonl") else name).encode()

@@ -130,9 +130,8 @@ def test_damaged_stores_are_refused_and_left_alone(config, tmp_path, harm, messa
     with pytest.raises(DataError):
         prepare(config, path)
     assert snapshot(path) == before
-    if "other" not in (path / "meta.json").read_text() if (path / "meta.json").exists() else True:
-        assert not prepare(config, path, overwrite=True).reused
-        open_store(path).splits["train"].verify()
+    assert not prepare(config, path, overwrite=True).reused
+    open_store(path).splits["train"].verify()
 
 
 def edit(path, **changes):
@@ -177,6 +176,23 @@ def test_an_interrupted_preparation_leaves_nothing_and_keeps_the_old_store(confi
     assert snapshot(path) == before
     with pytest.raises(KeyboardInterrupt):
         prepare(config, tmp_path / "new", progress=interrupt)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "store"]
+
+
+def test_a_failed_replacement_puts_the_old_store_back(config, tmp_path, monkeypatch):
+    path = prepare(config, tmp_path / "store").path
+    before = snapshot(path)
+    rename = os.rename
+
+    def fail(source, target):
+        if str(source).endswith(".tmp"):
+            raise OSError("disk says no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="disk says no"):
+        prepare(DataConfig(train=config.train, split_seed=3), path, overwrite=True)
+    assert snapshot(path) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "store"]
 
 

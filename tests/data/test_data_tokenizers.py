@@ -249,6 +249,14 @@ def test_a_store_of_another_tokenizer_is_refused(tmp_path):
         prepare(DataConfig(train=str(store)), tmp_path / "again")
 
 
+def test_ids_with_gaps_count_up_to_the_largest(tmp_path):
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7, "</s>": 90}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = get_tokenizer(str(tmp_path))
+    assert (found.vocab_size, found.eos_id) == (91, 90)
+    assert found.encode("b").tolist() == [7]
+
+
 def test_wide_vocabulary_of_a_tokenizer_needs_32_bits(tmp_path):
     vocab = {f"w{i}": i for i in range(70000)} | {"</s>": 70000, "[UNK]": 70001}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
