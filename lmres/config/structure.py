@@ -1,0 +1,142 @@
+"""The structure that results from a config, in words, printed when a run starts."""
+
+import functools
+
+from lmres.config.checks import residual_depth, warmup_updates
+from lmres.config.schema import RunConfig
+from lmres.model.config import ModelConfig
+from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Residual
+from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
+
+
+def describe_structure(config: RunConfig) -> list[str]:
+    """Lines on the model, the connection and its depth, parameter groups, updates and learning rate."""
+    residual, depth = config.residual, residual_depth(config.model, config.residual)
+    units = "sub-layers" if residual.unit == "sublayer" else "blocks"
+    cost = residual.cost(depth, config.model.width)
+    return [
+        _model(config.model),
+        f"{depth} {units}, {residual.name}: {structure(residual, depth)}",
+        f"the connection has {cost.params} parameters and keeps {cost.state:g} vectors per token",
+        *_groups(config.optimizer, residual),
+        _updates(config.train, config.model),
+        _learning_rate(config.schedule, config.optimizer, config.train),
+    ]
+
+
+@functools.singledispatch
+def structure(residual: Residual, depth: int) -> str:
+    """What a connection makes of ``depth`` units."""
+    return residual.equation
+
+
+@structure.register
+def _(residual: AttentionResiduals, depth: int) -> str:
+    if residual.block == 1:
+        return f"each reads the embedding and all outputs before it; the readout {depth + 1} entries"
+    whole, rest = divmod(depth, residual.block)
+    if rest and not whole:
+        return f"1 depth block of {rest}, shorter than residual.block={residual.block}"
+    count = whole + bool(rest)
+    return f"{count} depth block{'s' * (count > 1)} of {residual.block}" + (
+        f", the last has {rest}" if rest else ""
+    )
+
+
+@structure.register
+def _(residual: DenseFormer, depth: int) -> str:
+    averaged = [i for i in range(1, depth + 1) if i % residual.period == 0]
+    if not averaged:
+        return (
+            f"no average, the plain residual: residual.period={residual.period} is more than {depth} blocks"
+        )
+    text = f"averages after {len(averaged)} of {depth} blocks ({_some(averaged)})"
+    if residual.dilation > 1:
+        text += f", over every {_nth(residual.dilation)} output back (block {averaged[-1]}: "
+        text += f"{_some(residual.sources(averaged[-1]))})"
+    if depth % residual.period:
+        text += (
+            f"; the last period has {depth % residual.period} of {residual.period} blocks, read as they are"
+        )
+    return text
+
+
+@structure.register
+def _(residual: HyperConnections, depth: int) -> str:
+    weights = "weights that depend on the streams" if residual.dynamic else "fixed weights"
+    return f"{residual.streams} streams, {weights}; {_first_reads(residual.streams, depth)}"
+
+
+@structure.register
+def _(residual: MHC, depth: int) -> str:
+    return (
+        f"{residual.streams} streams, mixed doubly stochastically ({residual.iters} Sinkhorn iterations), "
+        f"readout {residual.readout}; {_first_reads(residual.streams, depth)}"
+    )
+
+
+def _first_reads(streams: int, depth: int) -> str:
+    if streams == 1:
+        return "every sub-layer reads the one stream"
+    if depth < streams:
+        return (
+            f"at the start sub-layer l favours stream l; {streams - depth} of {streams} are favoured by none"
+        )
+    rest = depth % streams
+    return f"at the start sub-layer l favours stream l mod {streams}" + (
+        f", the last round has {rest}" if rest else ""
+    )
+
+
+def _model(model: ModelConfig) -> str:
+    vocabulary = "the tokenizer's" if model.vocab_size is None else model.vocab_size
+    shared = "" if model.kv == model.heads else f" sharing {model.kv} key/value heads"
+    return (
+        f"{model.blocks} blocks of attention and MLP = {2 * model.blocks} sub-layers of width {model.width}; "
+        f"{model.heads} heads of {model.head_size}{shared}; {model.mlp} of {model.hidden}; "
+        f"vocabulary {vocabulary}; context {model.context}"
+    )
+
+
+def _groups(optimizer: OptimizerConfig, residual: Residual) -> list[str]:
+    exempt = "all" if residual.no_decay == ("*",) else ", ".join(residual.no_decay)
+    lines = [
+        f"weight decay {optimizer.weight_decay:g} on matrices and embeddings; exempt are the norms' gains "
+        f"and of the connection's parameters: {exempt}"
+    ]
+    if optimizer.kind == "muon":
+        lines.append("Muon updates the branches' matrices, AdamW all the rest")
+    lines += [
+        f"learning rate of the connection's {key}: x {m:g}" for key, m in residual.lr_multipliers.items()
+    ]
+    return lines
+
+
+def _updates(train: TrainConfig, model: ModelConfig) -> str:
+    tokens = train.batch_size * model.context
+    micro = f" in {train.accumulate} micro-batches of {train.batch_size // train.accumulate}"
+    return (
+        f"{train.steps} updates of {train.batch_size} sequences{micro if train.accumulate > 1 else ''} "
+        f"of {model.context} tokens: {tokens} tokens per update, {tokens * train.steps} in all"
+    )
+
+
+def _learning_rate(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> str:
+    peak, warmup = optimizer.learning_rate, warmup_updates(schedule, train.steps)
+    end = f"to {peak * schedule.final:g} at update {train.steps}"
+    after = {
+        "cosine": f"a cosine {end}",
+        "linear": f"a line {end}",
+        "constant": "constant",
+        "wsd": f"constant, and over the last {round(schedule.decay_fraction * train.steps)} a line {end}",
+    }[schedule.kind]
+    return f"learning rate: {warmup} updates of warm-up to {peak:g}, then {after}"
+
+
+def _some(numbers: list[int]) -> str:
+    few = numbers if len(numbers) <= 8 else [*numbers[:4], "...", *numbers[-2:]]
+    return ", ".join(str(n) for n in few)
+
+
+def _nth(n: int) -> str:
+    return f"{n}{'nd' if n == 2 else 'rd' if n == 3 else 'th'}"
