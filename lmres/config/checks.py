@@ -71,7 +71,8 @@ def check_config(config: RunConfig, device_count: int | None = None) -> None:
             check()
         except ValueError as error:
             problems.append(str(error))
-    problems += _schedule(config.schedule, config.train)
+    if not any(problem.startswith(("schedule.", "train.")) for problem in problems):
+        problems += _schedule(config.schedule, config.train)
     problems += _vocabulary(config.model, config.data)
     if not problems:  # sizes below are only meaningful when those above are
         problems = _batch_and_mesh(config.model, config.data, config.train, config.mesh, device_count)

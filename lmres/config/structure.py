@@ -17,7 +17,7 @@ def describe_structure(config: RunConfig) -> list[str]:
     return [
         _model(config.model),
         f"{depth} {units}, {residual.name}: {structure(residual, depth)}",
-        f"the connection has {cost.params} parameters and keeps {cost.state:g} vectors per token",
+        f"the connection has {_count(cost.params, 'parameter')} and keeps {_count(cost.state, 'vector')} per token",
         *_groups(config.optimizer, residual),
         _updates(config.train, config.model),
         _learning_rate(config.schedule, config.optimizer, config.train),
@@ -131,6 +131,10 @@ def _learning_rate(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: 
         "wsd": f"constant, and over the last {round(schedule.decay_fraction * train.steps)} a line {end}",
     }[schedule.kind]
     return f"learning rate: {warmup} updates of warm-up to {peak:g}, then {after}"
+
+
+def _count(n: float, what: str) -> str:
+    return f"{n:.10g} {what}{'' if n == 1 else 's'}"
 
 
 def _some(numbers: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import typing
 from typing import Literal
 
@@ -274,6 +275,17 @@ def test_checks_between_keys(config, devices, lines):
     assert len(caught.value.problems) == len(lines)
     for problem, line in zip(caught.value.problems, lines):
         assert problem.startswith(line)
+
+
+@given(CONFIGS, st.none() | st.integers(1, 64))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_checks_answer_any_values(config, devices):
+    try:
+        check_config(config, devices)
+    except ConfigError as error:
+        assert all(
+            re.search(r"(model|residual|schedule|train|mesh|data|optimizer)\.\w+", p) for p in error.problems
+        )
 
 
 def test_checks_let_through_what_fits():
