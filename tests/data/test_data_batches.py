@@ -152,6 +152,8 @@ def test_repeat_never_ends_with_a_padded_batch():
     assert {p["inputs"].shape for p in parts} == {(8, 30)}
     assert sum(p["weights"].sum() for p in parts) == b.target_tokens
     assert not parts[-1]["segment_ids"][2:].any()
+    assert len(list(b.iterate(4))) == 1
+    assert list(b.iterate(5)) == list(b.iterate(9)) == []
     with pytest.raises(DataError, match=r"step 5 .* 5 steps"):
         b.batch(5)
 
