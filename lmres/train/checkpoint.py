@@ -177,7 +177,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps(read=True))
 
     def latest_step(self) -> int | None:
-        """The newest complete step: one whose ``meta`` and list of arrays can be read. None when there is none."""
+        """The newest complete step: its ``meta`` and list of arrays can be read. None without one."""
         for step in reversed(self.steps()):
             if self._try(lambda step=step: self._complete_meta(step))[1] is None:
                 return step

@@ -1,0 +1,132 @@
+"""FLOPs against XLA's own count and by hand; speed against a clock that is set by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lmres.model import ModelConfig, Transformer
+from lmres.residual.plain import Plain
+from lmres.train.flops import Throughput, flops_per_token, matrix_parameters, peak_flops, show, utilisation
+
+MODEL = ModelConfig(
+    vocab_size=96, context=16, width=32, blocks=3, heads=4, kv_heads=2, head_dim=6, mlp_hidden=40
+)
+
+
+def test_by_hand():
+    # query 32x24, key and value 32x12, out 24x32, three MLP matrices 32x40, head 96x32
+    block, head = 768 + 2 * 384 + 768 + 3 * 1280, 3072
+    assert matrix_parameters(MODEL) == (block, head)
+    parts = flops_per_token(MODEL, Plain())
+    assert parts["matrices"] == 6 * (3 * block + head)
+    assert parts["attention"] == 6 * 3 * 4 * 6 * 17
+    assert parts["connection"] == 3 * 6 * 32  # one addition per sub-layer and channel, forward and backward
+    assert parts["total"] == sum(parts[key] for key in ("matrices", "attention", "connection"))
+    gelu = dataclasses.replace(MODEL, mlp="gelu")
+    assert matrix_parameters(gelu)[0] == block - 1280
+
+
+def test_options():
+    assert flops_per_token(MODEL, Plain(), sequence=5)["attention"] == 6 * 3 * 4 * 6 * 6
+    twice = flops_per_token(MODEL, Plain(), applications=6)
+    once = flops_per_token(MODEL, Plain())
+    head = 6 * 96 * 32
+    assert twice["matrices"] - head == 2 * (once["matrices"] - head)
+    with pytest.raises(ValueError, match=r"model\.vocab_size"):
+        flops_per_token(ModelConfig(), Plain())
+
+
+@dataclasses.dataclass(frozen=True)
+class ByBlock(Plain):
+    unit = "block"
+
+
+def test_depth_is_counted_in_the_connections_unit():
+    assert flops_per_token(MODEL, ByBlock())["connection"] == 3 * 3 * 32
+
+
+def counted_by_xla(model, sequence):
+    """FLOPs of a token in the forward pass of the model itself, as XLA counts them; elementwise ones included."""
+    transformer = Transformer(model, Plain())
+    tokens = jax.ShapeDtypeStruct((8, sequence), jnp.int32)
+    params = jax.eval_shape(lambda key, t: transformer.init(key, t)["params"], jax.random.key(0), tokens)
+    lowered = jax.jit(lambda p, t: transformer.apply({"params": p}, t)).lower(params, tokens)
+    return lowered.cost_analysis()["flops"] / (8 * sequence)
+
+
+@pytest.mark.parametrize("options", [{}, {"mlp": "gelu", "tie_embeddings": False, "kv_heads": 4}])
+def test_against_the_compilers_count(options):
+    model = ModelConfig(
+        vocab_size=512, width=128, blocks=2, heads=4, kv_heads=2, head_dim=48, mlp_hidden=256, scan=False
+    )
+    model = dataclasses.replace(model, **options)
+    ours = flops_per_token(model, Plain(), sequence=1)
+    assert ours["total"] / 3 == pytest.approx(counted_by_xla(model, 1), rel=0.03)
+    # XLA multiplies the masked half of the scores too: S positions for each token instead of (S + 1) / 2.
+    more = counted_by_xla(model, 128) - counted_by_xla(model, 1)
+    attention = flops_per_token(model, Plain(), sequence=128)["attention"] / 3
+    assert attention * 2 * 128 / 129 == pytest.approx(more, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L4", 121),
+        ("TPU v4", 275),
+        ("TPU v5 lite", 197),
+        ("TPU v5", 459),
+        ("TPU v5p", 459),
+        ("TPU v6 lite", 918),
+        ("TPU7x", 1153.5),
+        ("NVIDIA L40S", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("TPU v3", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks(kind, tera):
+    peak = peak_flops(kind)
+    assert peak is None if tera is None else peak == tera * 1e12
+
+
+def test_utilisation():
+    assert utilisation(1e6, 1e9, "TPU v4", 8) == pytest.approx(1e15 / (8 * 275e12))
+    assert show(utilisation(1e6, 1e9, "cpu", 1)) == "n/a" and show(0.4567) == "45.7%"
+
+
+def test_throughput_leaves_out_compiling_and_pauses():
+    now = [100.0]
+    speed = Throughput(steps=10, clock=lambda: now[0])
+    assert speed.rate() is None and speed.remaining() is None
+
+    def step(number, seconds, tokens=50):
+        now[0] += seconds
+        speed.update(number, tokens)
+
+    step(1, 60.0)  # compiles
+    assert speed.rate() is None and speed.remaining() is None
+    step(2, 2.0)
+    step(3, 2.0)
+    assert speed.rate() == 25.0 and speed.remaining() == 14.0
+    with speed.pause():
+        now[0] += 1000.0
+    step(4, 1.0)
+    assert speed.rate() == 50.0
+    assert speed.remaining() == pytest.approx(6 * 5.0 / 3)
+    assert speed.rate() is None, "no step since"
+
+
+def test_throughput_of_a_resumed_run_counts_from_where_it_began():
+    now = [0.0]
+    speed = Throughput(steps=100, clock=lambda: now[0])
+    for number in (91, 92, 93):
+        now[0] += 1.0
+        speed.update(number, 10)
+    assert speed.remaining() == 7.0 and speed.rate() == 10.0
