@@ -45,7 +45,14 @@ def load_compare(
 
     Raises ConfigError naming every problem.
     """
-    tree = merge(read_file(path), read_overrides(overrides))
+    file, changes = read_file(path), read_overrides(overrides)
+    known = _variants(file)
+    tree = merge(file, changes)
+    for name in [name for name in _variants(changes) if known and name not in known]:
+        where = changes.where[("compare", "variants", name)]
+        tree.problems.append(
+            f"{where}: no variant {name!r}{nearest(name, known)} (variants: {', '.join(known)})"
+        )
     section = tree.values.pop("compare", None)
     if not isinstance(section, dict) or not section.get("variants"):
         raise ConfigError(
@@ -99,6 +106,13 @@ def load_compare(
     if problems:
         raise ConfigError(problems)
     return compare, runs
+
+
+def _variants(tree: Tree) -> tuple[str, ...]:
+    """Names of the variants in a tree that has them as a mapping."""
+    section = tree.values.get("compare")
+    variants = section.get("variants") if isinstance(section, dict) else None
+    return tuple(variants) if isinstance(variants, dict) else ()
 
 
 def _build(tree: Tree) -> RunConfig:

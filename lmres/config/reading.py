@@ -41,6 +41,11 @@ _Loader.add_implicit_resolver(
 for _class in (_Loader, Dumper):
     _class.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
     _class.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
+# PyYAML writes U+0085 as it stands, and reads it back as a line break; in double quotes it is escaped.
+Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(_TAG + "str", text, style='"' if "\x85" in text else None),
+)
 
 
 @dataclasses.dataclass
@@ -62,11 +67,18 @@ def merge(base: Tree, over: Tree, new_kinds: bool = True) -> Tree:
     new_kinds: when ``over`` gives a tagged section another kind, the options of the old kind are dropped.
     """
 
+    problems = base.problems + over.problems
+
     def join(old: Any, new: Any, path: Path) -> Any:
         if not isinstance(new, dict):
             return new
         if not isinstance(old, dict):
-            return old if len(path) == 1 and old is not None else new  # a malformed section must be reported
+            if isinstance(old, list):
+                problems.append(
+                    f"{over.where[path]}: {'.'.join(path)} is a list, which is replaced only as a whole"
+                )
+            # A malformed section stays, to be reported.
+            return old if isinstance(old, list) or (len(path) == 1 and old is not None) else new
         section = sections().get(path[0]) if new_kinds and len(path) == 1 else None
         if section is not None and section.tagged:
             default = section.default.kind
@@ -81,7 +93,7 @@ def merge(base: Tree, over: Tree, new_kinds: bool = True) -> Tree:
         for path, where in over.where.items()
         if len(path) != 1 or path not in base.where or not isinstance(over.values.get(path[0]), dict)
     }
-    return Tree(values, base.where | moved, base.problems + over.problems)
+    return Tree(values, base.where | moved, problems)
 
 
 class _Reader:

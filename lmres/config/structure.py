@@ -14,10 +14,11 @@ def describe_structure(config: RunConfig) -> list[str]:
     residual, depth = config.residual, residual_depth(config.model, config.residual)
     units = "sub-layers" if residual.unit == "sublayer" else "blocks"
     cost = residual.cost(depth, config.model.width)
+    size = f"{_count(cost.params, 'parameter')} and keeps {_count(cost.state, 'vector')} per token"
     return [
         _model(config.model),
         f"{depth} {units}, {residual.name}: {structure(residual, depth)}",
-        f"the connection has {_count(cost.params, 'parameter')} and keeps {_count(cost.state, 'vector')} per token",
+        f"the connection has {size}",
         *_groups(config.optimizer, residual),
         _updates(config.train, config.model),
         _learning_rate(config.schedule, config.optimizer, config.train),

@@ -49,6 +49,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sample
         "=",
         "*.txt",
         "a: b",
+        "\x85",
     ]
 )
 LIMITED = {  # what DataConfig refuses on its own

@@ -311,6 +311,17 @@ def test_compare_list(write):
     assert line.startswith("run.yaml:1:26: compare.variants.1: two variants are called plain")
 
 
+def test_overrides_change_the_variants_there_are(write):
+    path = write("compare: {variants: {plain: {}, mhc: {residual.kind: mhc}}}")
+    (line,) = problems(path, "compare.variants.mch.train.steps=3", load=load_compare)
+    assert line.startswith(
+        "override 'compare.variants.mch.train.steps=3': no variant 'mch'; did you mean 'mhc'?"
+    )
+    path = write("compare: {variants: [{residual.kind: plain}]}")
+    (line,) = problems(path, "compare.variants.plain.train.steps=3", load=load_compare)
+    assert line.endswith("compare.variants is a list, which is replaced only as a whole")
+
+
 def test_mistakes_in_comparisons(write):
     text = """
 model: {widht: 3}
