@@ -1,0 +1,67 @@
+"""The training state: a plain dict of arrays, made straight into its shards."""
+
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lmres.model import Transformer
+from lmres.sharding import param_shardings
+
+
+class TrainState(TypedDict):
+    """params, the optimiser's state, and the number of updates made so far (int32 scalar)."""
+
+    params: Any
+    opt_state: Any
+    step: jax.Array
+
+
+def abstract_params(model: Transformer) -> Any:
+    """Shapes and dtypes of the parameters; nothing is computed."""
+    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    return jax.eval_shape(lambda key, t: model.init(key, t)["params"], jax.random.key(0), tokens)
+
+
+def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """ShapeDtypeStructs of the whole state with their shardings on ``mesh``: the target of a restore.
+
+    Raises ValueError, naming the config key, when a size cannot be split as the mesh asks.
+    """
+    params = abstract_params(model)
+    state = TrainState(
+        params=params,
+        opt_state=jax.eval_shape(optimizer.init, params),
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    shardings = param_shardings(state, mesh)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, shardings
+    )
+
+
+def init_state(
+    model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
+) -> TrainState:
+    """A fresh state. The initialisation is jitted with the final shardings, so no device ever holds all of it."""
+    target = abstract_state(model, optimizer, mesh)
+
+    def make(key):
+        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        return TrainState(params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32))
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+    return jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds all of it."""
+    return NamedSharding(mesh, P())
+
+
+def count(tree: Any) -> int:
+    """Number of scalars in a tree of arrays."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))

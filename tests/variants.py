@@ -1,0 +1,45 @@
+"""The connections that tests run over, and how to move parameters away from their start."""
+
+import jax
+import jax.numpy as jnp
+
+from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Plain
+
+EPS = 1e-12
+
+# One of each kind for expensive tests.
+KINDS = [Plain(), DenseFormer(), AttentionResiduals(), HyperConnections(), MHC()]
+
+# Every option that changes the function.
+ALL = [
+    Plain(),
+    Plain(norm="post"),
+    Plain(norm="sandwich"),
+    DenseFormer(),
+    DenseFormer(dilation=2, period=1),
+    DenseFormer(dilation=2, period=3),
+    AttentionResiduals(eps=EPS),
+    AttentionResiduals(block=2, eps=EPS),
+    AttentionResiduals(block=3, key_gain=True, eps=EPS),
+    HyperConnections(),
+    HyperConnections(streams=2, norm="rms"),
+    HyperConnections(streams=2, dynamic=False),
+    HyperConnections(streams=1),
+    MHC(norm_eps=EPS),
+    MHC(streams=2, eps=0.0, readout="sum", norm_gain=True, norm_eps=EPS),
+]
+
+
+def name(connection) -> str:
+    """A test id that is unique among the lists above."""
+    options = [str(v) for k, v in vars(connection).items() if k != "kind"]
+    return f"{connection.kind}({','.join(options)})"
+
+
+def randomised(params, seed=0, size=0.05):
+    """``params`` with normal noise on every entry, so that no connection is at its start."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return tree.unflatten(
+        [p + size * jax.random.normal(k, p.shape, jnp.promote_types(p.dtype, jnp.float32)) for p, k in zip(leaves, keys)]
+    )
