@@ -26,15 +26,20 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jax.sharding import SingleDeviceSharding
 
 import lmres
 from lmres.train.digest import digests, named
-from lmres.train.fingerprint import CheckpointError, CheckpointMismatch, check_architecture, differences
+from lmres.train.fingerprint import (
+    CheckpointError,
+    CheckpointMismatch,
+    as_stored,
+    check_architecture,
+    first_device,
+    on_one_device,
+)
 
 Mode = Literal["new", "resume", "overwrite", "read"]
 
@@ -69,6 +74,27 @@ class Restored:
     skipped: tuple[Skipped, ...] = ()
 
 
+@contextlib.contextmanager
+def _without_closed_loop_noise() -> Iterator[None]:
+    """Drops the traceback that each read still under way prints after the first one of them has failed.
+
+    The failure itself is raised and reported; these say only that nobody waits for the others any more, and
+    come some time later.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable):
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
+
+
 class Checkpoints:
     """The checkpoints of one run, in one folder; a context manager. Leaving it waits for background saves.
 
@@ -97,28 +123,37 @@ class Checkpoints:
             raise ValueError(f"train.keep={keep} must be at least 1")
         text = os.fspath(folder)
         self.folder = text if "://" in text else str(Path(text).absolute())
-        self._keep, self._mode, self._digest, self._report = keep, mode, digest, report
-        if mode == "new":
-            # Looked at without cleaning up, which would hit the unfinished saves of a run that is alive.
-            with contextlib.closing(self._open(read_only=True)) as look:
-                if look.all_steps():
-                    raise FolderInUse(
-                        f"{self.folder} holds checkpoints of another run (newest: step "
-                        f"{max(look.all_steps())}); resume it, overwrite it, or choose another folder"
-                    )
-        self._manager = self._open(read_only=mode == "read")
+        self._digest, self._report = digest, report
+        # The reader never waits for other processes: one alone may find a file damaged, and must be able to
+        # say so before the others go on. It changes nothing in the folder.
+        alone = jax.process_index()
+        self._reader = self._open(
+            create=False,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=alone, active_processes={alone}, barrier_sync_key_prefix=f"reader{alone}"
+            ),
+        )
+        self._writer = None
+        if mode == "new" and self.steps():
+            self._reader.close()
+            raise FolderInUse(
+                f"{self.folder} holds checkpoints of another run (newest: step {max(self.steps())}); "
+                "resume it, overwrite it, or choose another folder"
+            )
+        if mode != "read":
+            self._writer = self._open(
+                cleanup_tmp_directories=True,
+                preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+                save_decision_policy=ocp.checkpoint_managers.FixedIntervalPolicy(1),
+            )
         if mode == "overwrite":
             self._delete(self.steps())
+        self._exit = contextlib.ExitStack()
+        self._exit.enter_context(_without_closed_loop_noise())
 
-    def _open(self, read_only: bool) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.LatestN(self._keep),
-            save_decision_policy=ocp.checkpoint_managers.FixedIntervalPolicy(1),
-            cleanup_tmp_directories=not read_only,
-            create=not read_only,
-            read_only=read_only,
-        )
+    def _open(self, **options: Any) -> ocp.CheckpointManager:
         handlers = {"state": ocp.PyTreeCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        options = ocp.CheckpointManagerOptions(**options)
         return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def __enter__(self) -> Self:
@@ -134,6 +169,8 @@ class Checkpoints:
 
         Raises CheckpointError when an earlier background save failed, or this one was declined.
         """
+        if self._writer is None:
+            raise CheckpointError(f"step {step} was not saved: {self.folder} is open for reading only")
         self.wait()
         sums = digests(state) if self._digest else {}
         arrays = {
@@ -142,14 +179,17 @@ class Checkpoints:
         }
         meta = {**meta, "step": step, "lmres": lmres.__version__, "arrays": arrays}
         args = ocp.args.Composite(state=ocp.args.PyTreeSave(state), meta=ocp.args.JsonSave(meta))
-        if not self._manager.save(step, args=args):
-            why = "open for reading only" if self._mode == "read" else f"already at step {max(self.steps())}"
-            raise CheckpointError(f"step {step} was not saved: {self.folder} is {why}")
+        if not self._writer.save(step, args=args):
+            raise CheckpointError(
+                f"step {step} was not saved: {self.folder} is already at step {max(self.steps())}"
+            )
 
     def wait(self) -> None:
         """Waits for the background save. Raises CheckpointError when it failed."""
+        if self._writer is None:
+            return
         try:
-            self._manager.wait_until_finished()
+            self._writer.wait_until_finished()
         except Exception as error:
             text = f"saving in the background to {self.folder} failed: {_reason(error)}"
             raise CheckpointError(text) from error
@@ -159,11 +199,10 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._manager.close()
-
-    def reached_preemption(self, step: int) -> bool:
-        """Whether all processes were told, at this step, that the run is to be stopped."""
-        return self._manager.reached_preemption(step)
+            self._exit.close()
+            self._reader.close()
+            if self._writer is not None:
+                self._writer.close()
 
     def discard_after(self, step: int) -> None:
         """Deletes the checkpoints above ``step``, so that training can go on from it: saves only go up."""
@@ -174,7 +213,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps in the folder, oldest first, unfinished and damaged ones included."""
-        return sorted(self._manager.all_steps(read=True))
+        self._reader.reload()
+        return sorted(self._reader.all_steps())
 
     def latest_step(self) -> int | None:
         """The newest complete step: its ``meta`` and list of arrays can be read. None without one."""
@@ -208,7 +248,8 @@ class Checkpoints:
                 sizes = [math.prod(arrays[name]["shape"]) for name in arrays if name.startswith("params/")]
                 row |= {"arrays": len(arrays), "parameters": sum(sizes)}
                 if verify:
-                    _, row["problem"] = self._try(lambda step=step, meta=meta: self._read_raw(step, meta))
+                    state, row["problem"] = self._try(lambda step=step: self._read(step, None))
+                    row["problem"] = row["problem"] or _digest_problem(state, arrays)
             rows.append(row)
         return rows
 
@@ -226,7 +267,7 @@ class Checkpoints:
 
         Raises CheckpointMismatch if architecture or arrays differ, CheckpointError if nothing can be read.
         """
-        return self._walk(step, architecture, lambda step, meta: self._read(step, meta, target, ""))
+        return self._walk(target, architecture, step, "", delete=self._writer is not None)
 
     def restore_params(
         self, target: Any = None, *, architecture: dict[str, Any] | None = None, step: int | None = None
@@ -239,29 +280,33 @@ class Checkpoints:
         Raises as ``restore`` does.
         """
 
-        def read(step, meta):
-            wanted = _on_one_device(meta, "params/") if target is None else target
-            return self._read(step, meta, wanted, "params/")
+        return self._walk(target, architecture, step, "params/", delete=False)
 
-        return self._walk(step, architecture, read, delete=False)
-
-    def _walk(self, step, architecture, read, delete=True) -> Restored:
+    def _walk(self, target: Any, architecture: Any, step: int | None, prefix: str, delete: bool) -> Restored:
+        """From the newest step to older ones, or ``step`` alone: arrays whose paths start with ``prefix``."""
         self.wait()
         skipped: list[Skipped] = []
-        with _without_closed_loop_noise():
-            for candidate in reversed(self.steps()) if step is None else [step]:
-                meta, reason = self._try(lambda c=candidate: self._complete_meta(c))
-                if reason is None:
-                    if architecture is not None:
-                        check_architecture(meta, architecture)
-                    state, reason = self._try(lambda c=candidate, m=meta: read(c, m))
-                if reason is None:
-                    for bad in skipped:
-                        self._report(f"checkpoint of {bad}; using step {candidate}")
-                    if delete and self._mode != "read":
-                        self._delete([bad.step for bad in skipped])
-                    return Restored(candidate, state, meta, tuple(skipped))
-                skipped.append(Skipped(candidate, reason))
+        for candidate in reversed(self.steps()) if step is None else [step]:
+            meta, reason = self._try(lambda c=candidate: self._complete_meta(c))
+            if reason is None:
+                if architecture is not None:
+                    check_architecture(meta, architecture)
+                wanted = on_one_device(meta, prefix) if target is None else target
+                tree = as_stored(meta, wanted, prefix, cast=bool(prefix))
+                state, reason = self._try(lambda c=candidate, t=tree: self._read(c, t))
+            if reason is None:
+                reason = _digest_problem(state, meta["arrays"])
+            if reason is None:
+                for bad in skipped:
+                    self._report(f"checkpoint of {bad}; using step {candidate}")
+                if delete:
+                    self._delete([bad.step for bad in skipped])
+                state = state["params"] if prefix else state
+                state = jax.tree.map(
+                    lambda x, w: x if x.dtype == w.dtype else x.astype(w.dtype), state, wanted
+                )
+                return Restored(candidate, state, meta, tuple(skipped))
+            skipped.append(Skipped(candidate, reason))
         reasons = "; ".join(map(str, skipped)) or "the folder holds none"
         raise CheckpointError(f"no checkpoint in {self.folder} can be read: {reasons}")
 
@@ -281,96 +326,40 @@ class Checkpoints:
         return found, reason
 
     def _complete_meta(self, step: int) -> dict[str, Any]:
-        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        meta = self._reader.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         if not isinstance(meta, dict) or "arrays" not in meta or meta.get("step") != step:
             raise ValueError("meta is not what lmres wrote")
-        if self._manager.item_metadata(step)["state"] is None:
+        if self._reader.item_metadata(step)["state"] is None:
             raise ValueError("the list of arrays is missing")
         return meta
 
-    def _read(self, step: int, meta: dict[str, Any], target: Any, prefix: str) -> Any:
-        """The part of the state whose paths start with ``prefix``, as ``target``, checked by its digests."""
-        stored = {n: a for n, a in meta["arrays"].items() if n.startswith(prefix)}
-        wanted = {prefix + name: x for name, x in named(target)}
-        cast = {n for n, x in wanted.items() if n in stored and _castable(stored[n]["dtype"], x.dtype)}
-        cast = cast if prefix else set()  # a training state is resumed as it was
-        found = differences(
-            {n: _told(a["shape"], a["dtype"]) for n, a in stored.items()},
-            {n: _told(x.shape, stored[n]["dtype"] if n in cast else x.dtype) for n, x in wanted.items()},
-        )
-        if found:
-            raise CheckpointMismatch(f"checkpoint of step {step} holds other arrays", found)
-
-        def as_stored(path, x):
-            name = prefix + jax.tree_util.keystr(path, simple=True, separator="/")
-            dtype = jnp.dtype(stored[name]["dtype"]) if name in cast else x.dtype
-            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding or _first_device())
-
-        tree = jax.tree_util.tree_map_with_path(as_stored, target)
-        tree = {"params": tree} if prefix else tree
-        read = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(
-                    tree,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
-                    partial_restore=bool(prefix),
-                )
-            ),
-        )["state"]
-        _check_digests(read, stored)
-        read = read["params"] if prefix else read
-        return jax.tree.map(lambda x, t: x if x.dtype == t.dtype else x.astype(t.dtype), read, target)
-
-    def _read_raw(self, step: int, meta: dict[str, Any]) -> None:
-        """Reads and checks every array, without knowing the tree that the state was."""
-        tree = self._manager.item_metadata(step)["state"].tree
-        one = ocp.ArrayRestoreArgs(sharding=_first_device())
-        restore_args = jax.tree.map(lambda _: one, tree)
-        args = ocp.args.Composite(state=ocp.args.PyTreeRestore(restore_args=restore_args))
-        with _without_closed_loop_noise():
-            _check_digests(self._manager.restore(step, args=args)["state"], meta["arrays"])
+    def _read(self, step: int, tree: Any) -> Any:
+        """The part of the state that ``tree`` of ShapeDtypeStructs names; None: all, on the first device."""
+        if tree is None:  # the tree that the state was is not known: orbax makes one of dicts and lists
+            stored = self._reader.item_metadata(step)["state"].tree
+            how = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(sharding=first_device()), stored)
+            args = ocp.args.PyTreeRestore(restore_args=how)
+        else:
+            how = ocp.checkpoint_utils.construct_restore_args(tree)
+            args = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=True)
+        return self._reader.restore(step, args=ocp.args.Composite(state=args))["state"]
 
     def _delete(self, steps: list[int]) -> None:
+        if jax.process_count() > 1:  # no process may delete what another is still making its list of
+            multihost_utils.sync_global_devices("lmres: delete checkpoints")
         for step in steps:
-            self._manager.delete(step)
+            self._writer.delete(step)
             self._report(f"deleted the checkpoint of step {step} in {self.folder}")
 
 
-def _told(shape: Any, dtype: Any) -> str:
-    return f"{dtype}{list(shape)}"
-
-
-def _castable(stored: str, wanted: Any) -> bool:
-    return stored != str(wanted) and all(jnp.issubdtype(jnp.dtype(d), jnp.floating) for d in (stored, wanted))
-
-
-def _first_device() -> SingleDeviceSharding:
-    return SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _on_one_device(meta: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """ShapeDtypeStructs on the first device for the stored arrays whose paths start with ``prefix``."""
-    tree: dict[str, Any] = {}
-    for name, array in meta["arrays"].items():
-        if name.startswith(prefix):
-            *parents, last = name.removeprefix(prefix).split("/")
-            node = tree
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            shape, dtype = tuple(array["shape"]), jnp.dtype(array["dtype"])
-            node[last] = jax.ShapeDtypeStruct(shape, dtype, sharding=_first_device())
-    return tree
-
-
-def _check_digests(read: Any, stored: dict[str, dict[str, Any]]) -> None:
-    if not any("digest" in array for array in stored.values()):
-        return
-    found = digests(read)
-    bad = [name for name, array in stored.items() if found[name] != array["digest"]]
-    if bad:
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        raise ValueError(f"array {bad[0]}{more} differs from its digest: bytes changed since it was saved")
+def _digest_problem(state: Any, arrays: dict[str, dict[str, Any]]) -> str | None:
+    """One line when arrays of ``state``, as stored, differ from their digests; None if all is well."""
+    found = {name: value for name, value in digests(state).items() if "digest" in arrays[name]}
+    bad = [name for name, value in found.items() if value != arrays[name]["digest"]]
+    if not bad:
+        return None
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    return f"array {bad[0]}{more} differs from its digest: bytes changed since it was saved"
 
 
 def _reason(error: BaseException) -> str:
@@ -379,22 +368,3 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:197] + '...' if len(text) > 200 else text}"
-
-
-@contextlib.contextmanager
-def _without_closed_loop_noise() -> Iterator[None]:
-    """Drops the traceback that each read still under way prints after the first one of them has failed.
-
-    The failure itself is raised and reported; these say only that nobody waits for the others any more.
-    """
-    before = sys.unraisablehook
-
-    def hook(unraisable):
-        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
-            before(unraisable)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before

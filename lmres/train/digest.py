@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:
@@ -20,6 +19,8 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
+# One small program per shape, which moments share with their parameters; one for all takes longer to compile.
+@jax.jit
 def _digest(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -36,25 +37,13 @@ def _digest(x: jax.Array) -> jax.Array:
     return jnp.sum(_mix(x ^ _mix(where + jnp.uint32(1))), dtype=jnp.uint32)
 
 
-@jax.jit
-def _digests(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.stack([_digest(x) for x in arrays])
-
-
 def digests(tree: Any) -> dict[str, str]:
     """{path: 8 hex digits} for the arrays of ``tree``.
 
     The sum of a hash of each entry's bits and place, in 32-bit integers: exact in any order, so the same for
-    every
-    sharding, mesh and number of processes, and computed where the arrays are, without a copy to the host. A
-    change of one entry is always found, and of several but for a chance of 2^-32.
+    every sharding, mesh and number of processes, and computed where the arrays are, without a copy to the host.
+    A change of one entry is always found, and of several but for a chance of 2^-32.
     """
-    groups: dict[Any, list[tuple[str, Any]]] = {}
-    for name, leaf in named(tree):  # one program cannot take arrays of different sets of devices
-        where = frozenset(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else None
-        groups.setdefault(where, []).append((name, leaf))
-    found = {}
-    for group in groups.values():
-        values = np.asarray(_digests([leaf for _, leaf in group]))
-        found |= {name: f"{value:08x}" for (name, _), value in zip(group, values)}
-    return found
+    leaves = named(tree)
+    sums = jax.device_get([_digest(leaf) for _, leaf in leaves])
+    return {name: f"{int(value):08x}" for (name, _), value in zip(leaves, sums)}

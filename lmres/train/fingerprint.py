@@ -1,7 +1,14 @@
-"""Which function a set of parameters makes, as JSON, so that no checkpoint is loaded into another model."""
+"""What a checkpoint holds against what is wanted of it: architecture, and shapes and types of the arrays.
+
+All of it is compared before anything is read: orbax loads 12 layers of 16 without a word.
+"""
 
 from collections.abc import Collection
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from lmres.train.digest import named
 
@@ -72,3 +79,55 @@ ABSENT = _Absent()
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def as_stored(meta: dict[str, Any], target: Any, prefix: str, cast: bool) -> Any:
+    """What to read: ``target`` (ShapeDtypeStructs) in the stored types, sharded, at its place in the state.
+
+    meta: a checkpoint's. prefix: "" or "params/", the place. cast: whether another floating type is fine.
+
+    Raises CheckpointMismatch when names, shapes or types differ.
+    """
+    stored = {name: array for name, array in meta["arrays"].items() if name.startswith(prefix)}
+    wanted = {prefix + name: leaf for name, leaf in named(target)}
+
+    def dtype(name, leaf):
+        old = jnp.dtype(stored[name]["dtype"]) if name in stored and cast else leaf.dtype
+        floats = all(jnp.issubdtype(d, jnp.floating) for d in (old, leaf.dtype))
+        return old if floats else leaf.dtype
+
+    def told(shape, dtype):
+        return f"{dtype}{list(shape)}"
+
+    found = differences(
+        {name: told(array["shape"], array["dtype"]) for name, array in stored.items()},
+        {name: told(leaf.shape, dtype(name, leaf)) for name, leaf in wanted.items()},
+    )
+    if found:
+        raise CheckpointMismatch(f"checkpoint of step {meta['step']} holds other arrays", found)
+
+    def one(path, leaf):
+        name = prefix + jax.tree_util.keystr(path, simple=True, separator="/")
+        return jax.ShapeDtypeStruct(leaf.shape, dtype(name, leaf), sharding=leaf.sharding or first_device())
+
+    tree = jax.tree_util.tree_map_with_path(one, target)
+    return {"params": tree} if prefix else tree
+
+
+def first_device() -> SingleDeviceSharding:
+    """Everything on this process's first device."""
+    return SingleDeviceSharding(jax.local_devices()[0])
+
+
+def on_one_device(meta: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """ShapeDtypeStructs on the first device for the stored arrays whose paths start with ``prefix``."""
+    tree: dict[str, Any] = {}
+    for name, array in meta["arrays"].items():
+        if name.startswith(prefix):
+            *parents, last = name.removeprefix(prefix).split("/")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            shape, dtype = tuple(array["shape"]), jnp.dtype(array["dtype"])
+            node[last] = jax.ShapeDtypeStruct(shape, dtype, sharding=first_device())
+    return tree

@@ -1,17 +1,12 @@
 """How much arithmetic a token costs, how fast a run is, and which part of the hardware's peak that is.
 
-Model FLOPs of one training token (a multiply-add counts as two; backward is twice forward, hence the factors
-6 and 3):
+Model FLOPs of one training token. A multiply-add is two, and backward is twice forward: hence 6 and 3.
 
-    6 x parameters of the matrices a token goes through     attention and MLP of every block, and the output
-    head,
-                                                            which is also there when its table is the
-                                                            embedding's
-  + 6 x blocks x heads x head_size x (S + 1)                scores and weighted sum, 4 heads head_size FLOPs
-  forward for
-                                                            each of the (S + 1) / 2 positions a token sees on
-                                                            average
-  + 3 x connection.cost(depth, width).flops                 what carries information up the column
+    6 x parameters of the matrices it goes through    attention and MLP of every block, and the output head
+                                                      (also when its table is the embedding's)
+  + 6 x blocks x heads x head_size x (S + 1)          scores and weighted sum: forward 4 x heads x head_size
+                                                      for each of the (S + 1) / 2 positions seen on average
+  + 3 x connection.cost(depth, width).flops           what carries information up the column
 
 Not counted: embedding lookups, norms, activations, softmax, rotary positions, and everything done twice
 because of rematerialisation (the convention of arXiv:2204.02311, appendix B, but with only the causal half of
@@ -146,7 +141,7 @@ class Throughput:
         return tokens / elapsed if tokens and elapsed > 0 else None
 
     def remaining(self) -> float | None:
-        """Seconds of steps left at the run's mean speed, pauses to come not included. None before step two."""
+        """Seconds of steps left at the run's mean speed, without pauses to come. None before step two."""
         if self._first is None or self._last[0] <= self._first[0]:
             return None
         each = (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])

@@ -142,7 +142,7 @@ class MetricWriter:
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Leaves the complete lines of steps up to ``step`` in the file; replaced in one move, never half done."""
+    """Leaves the complete lines of steps up to ``step``; the file is replaced in one move."""
     if not path.exists():
         return
     kept = [line for line in _read(path) if line["step"] <= step] if step else []

@@ -48,7 +48,7 @@ def test_depth_is_counted_in_the_connections_unit():
 
 
 def counted_by_xla(model, sequence):
-    """FLOPs of a token in the forward pass of the model itself, as XLA counts them; elementwise ones included."""
+    """FLOPs of a token in the forward pass of the model itself, as XLA counts: elementwise ones included."""
     transformer = Transformer(model, Plain())
     tokens = jax.ShapeDtypeStruct((8, sequence), jnp.int32)
     params = jax.eval_shape(lambda key, t: transformer.init(key, t)["params"], jax.random.key(0), tokens)
