@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from lmres.train import digest
 from lmres.train.checkpoint import Checkpoints, FolderInUse
 from lmres.train.digest import digests
 from lmres.train.fingerprint import CheckpointError, CheckpointMismatch, architecture, differences
@@ -134,15 +135,15 @@ def flip_a_bit(step):
 def test_changed_bytes_are_found(tmp_path):
     """Numbers that do not compress, so that a flip lands in them and orbax reads them without a word."""
     noise = {"params": {"w": jax.random.bits(jax.random.key(0), (64, 1024), jnp.uint32)}}
-    for digest in (True, False):
-        run = tmp_path / str(digest)
-        with Checkpoints(run, digest=digest) as checkpoints:
+    for checked in (True, False):
+        run = tmp_path / str(checked)
+        with Checkpoints(run, digest=checked) as checkpoints:
             checkpoints.save(1, noise, META)
             checkpoints.save(2, noise, META)
         flip_a_bit(run / "2")
         with Checkpoints(run, mode="read") as checkpoints:
             restored = checkpoints.restore(shapes_of(noise))
-            if digest:
+            if checked:
                 assert restored.step == 1 and "params/w differs from its digest" in restored.skipped[0].reason
                 assert checkpoints.steps() == [1, 2], "reading must not delete"
                 problems = [row["problem"] for row in checkpoints.inspect()]
@@ -164,21 +165,31 @@ def test_digest_sees_every_entry_and_place(dtype):
     assert digests({"x": jnp.asarray(x[:, ::-1], dtype)})["x"] not in seen
 
 
-def test_digest_does_not_depend_on_sharding():
+def mix(v):
+    """MurmurHash3's finaliser in Python's integers."""
+    v = (v ^ (v >> 16)) * 0x85EBCA6B % 2**32
+    v = (v ^ (v >> 13)) * 0xC2B2AE35 % 2**32
+    return v ^ (v >> 16)
+
+
+def test_digest_is_the_same_everywhere(monkeypatch):
+    """Host, device and any sharding agree with a sum in Python's integers."""
+    monkeypatch.setattr(digest, "CHUNK", 100)
     x = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    found = {digests({"x": x})["x"]}
-    for spec in (P("a", "b"), P("b"), P(None, ("a", "b")), P()):
-        found.add(digests({"x": jax.device_put(x, NamedSharding(mesh, spec))})["x"])
-
-    # By hand, in Python integers.
-    def mix(v):
-        v = (v ^ (v >> 16)) * 0x85EBCA6B % 2**32
-        v = (v ^ (v >> 13)) * 0xC2B2AE35 % 2**32
-        return v ^ (v >> 16)
-
     want = sum(mix(int(b) ^ mix(i + 1)) for i, b in enumerate(x.reshape(-1).view(np.uint32))) % 2**32
-    assert found == {f"{want:08x}"}
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    assert digests({"x": x}) == {"x": f"{want:08x}"}
+    for spec in (P("a", "b"), P("b"), P(None, ("a", "b")), P()):
+        placed = jax.device_put(x, NamedSharding(mesh, spec))
+        assert digests({"x": placed}) == {"x": f"{want:08x}"}
+        assert int(digest._on_device(placed)) == want
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "uint8", "int8", "bool", "float32"])
+def test_digest_of_host_and_device_agree(dtype):
+    for shape in ((), (7,), (3, 5, 2), (0, 4)):
+        x = jnp.asarray(np.random.default_rng(1).integers(0, 2, shape), dtype)
+        assert int(digest._on_device(x)) == digest._on_host(np.asarray(x))
 
 
 def test_another_mesh_and_device_count(tmp_path):
@@ -345,6 +356,7 @@ def test_a_failed_background_save_is_an_error(tmp_path):
 KILLED = """
 import os, signal, sys
 import jax, jax.numpy as jnp
+from lmres.train import digest
 from lmres.train.checkpoint import Checkpoints
 checkpoints = Checkpoints(sys.argv[1])
 make = lambda v: {"params": {"w": jnp.full((1 << 22,), v, jnp.float32)}}
@@ -385,6 +397,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=numb
 import jax.numpy as jnp, numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from lmres.train import digest
 from lmres.train.checkpoint import Checkpoints
 
 mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))

@@ -1,6 +1,7 @@
 """Roles, decay and both update rules, against a numpy implementation that handles one layer at a time."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
@@ -8,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import variants
 from jax.sharding import PartitionSpec as P
 
+from lmres.model import ModelConfig, Transformer
 from lmres.residual.plain import Plain
 from lmres.sharding import MeshConfig, make_mesh, param_shardings
+from lmres.train.checkpoint import Checkpoints
 from lmres.train.config import OptimizerConfig, ScheduleConfig
 from lmres.train.optimizer import describe_roles, is_decayed, kind_of, make_optimizer
 from lmres.train.schedule import make_schedule
@@ -213,3 +217,53 @@ def test_state_is_sharded_like_its_parameters_and_updates_agree(kind):
 def test_settings_out_of_range_are_named(config, word):
     with pytest.raises(ValueError, match=word):
         make_optimizer(OptimizerConfig(**config), lambda step: jnp.ones(()), Plain(), random_tree(0))
+
+
+@pytest.mark.parametrize("connection", variants.ALL, ids=variants.name)
+def test_every_parameter_of_a_real_model_has_a_role(connection):
+    model = Transformer(ModelConfig(vocab_size=32, width=16, blocks=2, heads=2, qk_norm=True), connection)
+    tokens = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    params = jax.eval_shape(lambda key, t: model.init(key, t)["params"], jax.random.key(0), tokens)
+    rows = describe_roles(params, connection, kind="muon")
+    assert sum(r["parameters"] for r in rows) == sum(x.size for x in jax.tree.leaves(params))
+    own = [r for r in rows if r["role"] == "connection"]
+    cost = connection.cost(2 if connection.unit == "block" else 4, 16)
+    assert sum(r["parameters"] for r in own) == cost.params
+    if "*" in connection.no_decay:
+        assert not any(r["decayed"] for r in own)
+    for row in own:
+        assert row["rule"] == "adamw" and all(
+            row["decayed"] == (name.split("/")[3] not in connection.no_decay)
+            for name in row["names"]
+            if "*" not in connection.no_decay
+        )
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_survives_a_checkpoint_and_another_mesh(kind, tmp_path):
+    params, grads = random_tree(0), random_tree(1)
+    schedule = make_schedule(ScheduleConfig(), 10)
+    optimizer = make_optimizer(OptimizerConfig(kind=kind), schedule, Picky(), params)
+
+    def on(mesh):
+        like = jax.eval_shape(lambda p: {"params": p, "opt_state": optimizer.init(p)}, params)
+        where = param_shardings(like, mesh)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), like, where)
+
+    before = on(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+
+    @functools.partial(jax.jit, out_shardings=jax.tree.map(lambda x: x.sharding, before))
+    def after_one_update(params, grads):
+        _, opt_state = optimizer.update(grads, optimizer.init(params), params)
+        return {"params": params, "opt_state": opt_state}
+
+    first = after_one_update(params, grads)
+    with Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, first, {})
+        checkpoints.wait()
+        restored = checkpoints.restore(on(make_mesh(MeshConfig(), jax.devices()[:1])))
+    assert restored.skipped == () and jax.tree.structure(restored.state) == jax.tree.structure(first)
+    first = jax.device_get(first)
+    jax.tree.map(np.testing.assert_array_equal, restored.state, first)
+    update = jax.jit(lambda g, s: optimizer.update(g, s["opt_state"], s["params"])[0])
+    jax.tree.map(np.testing.assert_array_equal, update(grads, restored.state), update(grads, first))
