@@ -1,0 +1,131 @@
+"""One training run from start to end: new, resumed, or from another run's weights."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import yaml
+
+from lmres.data import DataConfig
+from lmres.model import ModelConfig
+from lmres.residual import Connection
+from lmres.sharding import MeshConfig
+from lmres.train.checkpoint import Checkpoints
+from lmres.train.config import LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
+from lmres.train.fingerprint import architecture
+from lmres.train.loop import Loop, TrainResult
+from lmres.train.metrics import MetricWriter
+from lmres.train.optimizer import describe_roles
+from lmres.train.progress import Reporter
+from lmres.train.session import Session, build_session, describe_devices
+from lmres.train.state import count, init_state
+
+CHECKPOINTS = "checkpoints"
+
+
+def train_run(
+    *,
+    name: str | None,
+    model: ModelConfig,
+    residual: Connection,
+    data: DataConfig,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    train: TrainConfig,
+    mesh: MeshConfig,
+    log: LogConfig,
+    folder: Path,
+    stored_config: dict[str, Any],
+    mode: Literal["new", "resume", "overwrite"] = "new",
+    weights_from: Path | None = None,
+    reporter: Reporter | None = None,
+    devices: list[Any] | None = None,
+) -> tuple[Session, TrainResult]:
+    """Trains as the sections of a config say.
+
+    Args:
+      name .. log: the sections; see each one's class.
+      folder: of the run: checkpoints, ``metrics.jsonl``, ``config.yaml``, TensorBoard files.
+      stored_config: the whole config as JSON, kept with every checkpoint.
+      mode: "new" refuses a folder that holds checkpoints, "resume" goes on from its newest readable one, "overwrite"
+        deletes them.
+      weights_from: folder of another run: start at step 0 with its parameters.
+      reporter: where lines and the progress bar go.
+      devices: None for all.
+
+    Raises: ValueError for settings that do not fit, CheckpointError and its kinds, TrainingDiverged.
+    """
+    reporter = reporter or Reporter(quiet=jax.process_index() != 0, log_every=train.log_every)
+    session = build_session(
+        model=model, residual=residual, data=data, optimizer=optimizer, schedule=schedule, train=train, mesh=mesh,
+        devices=devices, progress=_data_progress(reporter),
+    )  # fmt: skip
+    shape = architecture(
+        dataclasses.asdict(session.model.config), dataclasses.asdict(residual), session.state_like["params"]
+    )
+    _describe(session, optimizer.kind, reporter)
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(
+            Checkpoints(folder / CHECKPOINTS, keep=train.keep, mode=mode, report=reporter.line)
+        )
+        state, start = _start(session, checkpoints, shape, mode, weights_from, reporter)
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.yaml").write_text(yaml.safe_dump(stored_config, sort_keys=False), encoding="utf-8")
+        writer = stack.enter_context(
+            MetricWriter(folder, log, resume=start, config=stored_config, name=name)
+        )
+        meta = {"config": stored_config, "architecture": shape}
+        loop = Loop(session, writer, checkpoints, meta, reporter, folder, optimizer.learning_rate)
+        if start >= train.steps:
+            reporter.line(f"{folder} is finished at step {start}; raise train.steps={train.steps} to train on")
+            return session, TrainResult(state, start, None, loop.evaluate(state["params"]), None, 0.0, 0, [])
+        result = loop.run(state, start)
+        reporter.line(f"saved step {result.step} in {folder / CHECKPOINTS}")
+    return session, result
+
+
+def _start(session, checkpoints, shape, mode, weights_from, reporter):
+    """(state, updates already made)."""
+    if mode == "resume":
+        restored = checkpoints.restore(session.state_like, architecture=shape)
+        reporter.line(f"resumed from step {restored.step}")
+        return restored.state, restored.step
+    state = init_state(session.model, session.optimizer, session.mesh, session.train.seed)
+    if weights_from is not None:
+        with Checkpoints(weights_from / CHECKPOINTS, mode="read", report=reporter.line) as source:
+            restored = source.restore_params(session.state_like["params"], architecture=shape)
+        reporter.line(f"started at step 0 with the parameters of {weights_from}, step {restored.step}; a fresh optimiser")
+        state = {**state, "params": restored.state}
+    return state, 0
+
+
+def _describe(session: Session, optimizer_kind: str, reporter: Reporter) -> None:
+    """What is about to run, in a few lines."""
+    params = session.state_like["params"]
+    for line in session.splits.info.lines():
+        reporter.line(line)
+    reporter.line(session.splits.train.describe())
+    reporter.line(session.splits.valid.describe())
+    reporter.line(
+        f"{session.connection.name}: {count(params):,} parameters, "
+        f"{count(params['stack']['connection']):,} of them the connection's, on {describe_devices(session.mesh)}"
+    )
+    for row in describe_roles(params, session.connection, optimizer_kind):
+        decay = "decayed" if row["decayed"] else "not decayed"
+        reporter.line(f"  {row['role']}: {row['parameters']:,} parameters in {row['arrays']} arrays, {row['rule']}, {decay}")
+
+
+def _data_progress(reporter: Reporter):
+    """Prints how far the preparation of the data is, at every tenth."""
+    told = {}
+
+    def tell(progress):
+        tenth = 10 * progress.source_bytes // max(progress.source_total, 1)
+        if told.get(progress.split) != tenth:
+            told[progress.split] = tenth
+            reporter.line(f"preparing {progress.split}: {10 * tenth}%, {progress.tokens:,} tokens")
+
+    return tell

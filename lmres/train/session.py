@@ -1,0 +1,91 @@
+"""Everything one run needs, built from the sections of a config and checked before anything is compiled."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from lmres.data import DataConfig, DataError, Splits, load_splits
+from lmres.model import ModelConfig, Transformer
+from lmres.residual import Connection
+from lmres.sharding import MeshConfig, constrainer, make_mesh
+from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from lmres.train.optimizer import make_optimizer
+from lmres.train.schedule import Schedule, make_schedule
+from lmres.train.state import TrainState, abstract_params, abstract_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """model: with shardings of ``mesh`` pinned. state_like: shapes and shardings of the training state."""
+
+    model: Transformer
+    connection: Connection
+    optimizer: optax.GradientTransformation
+    schedule: Schedule
+    mesh: Mesh
+    splits: Splits
+    train: TrainConfig
+    state_like: TrainState
+
+
+def build_model(
+    model: ModelConfig, residual: Connection, splits: Splits | None, mesh: Mesh | None
+) -> Transformer:
+    """The model, its vocabulary taken from the data where the config leaves it open, shardings pinned on ``mesh``.
+
+    Raises DataError if neither says how large the vocabulary is.
+    """
+    if model.vocab_size is None:
+        found = splits.info.vocab_size if splits is not None else None
+        if found is None:
+            raise DataError("model.vocab_size is not set, and the data do not say how large the vocabulary is")
+        model = dataclasses.replace(model, vocab_size=found)
+    return Transformer(model, residual, constrainer(mesh)) if mesh is not None else Transformer(model, residual)
+
+
+def build_session(
+    *,
+    model: ModelConfig,
+    residual: Connection,
+    data: DataConfig,
+    optimizer: OptimizerConfig,
+    schedule: ScheduleConfig,
+    train: TrainConfig,
+    mesh: MeshConfig,
+    devices: list[Any] | None = None,
+    progress: Any = None,
+) -> Session:
+    """Prepares the data if need be and builds all parts; nothing is allocated on the devices.
+
+    devices: None for all. progress: as in ``lmres.data.prepare``.
+
+    Raises ValueError (DataError among them) naming the config key and the numbers.
+    """
+    the_mesh = make_mesh(mesh, devices)
+    splits = load_splits(
+        data, model.context, train.batch_size, vocab_size=model.vocab_size, progress=progress
+    )
+    the_model = build_model(model, residual, splits, the_mesh)
+    the_schedule = make_schedule(schedule, train.steps)
+    the_optimizer = make_optimizer(optimizer, the_schedule, residual, abstract_params(the_model))
+    return Session(
+        model=the_model,
+        connection=residual,
+        optimizer=the_optimizer,
+        schedule=the_schedule,
+        mesh=the_mesh,
+        splits=splits,
+        train=train,
+        state_like=abstract_state(the_model, the_optimizer, the_mesh),
+    )
+
+
+def describe_devices(mesh: Mesh) -> str:
+    """One line: which devices a run uses, and how."""
+    first = mesh.devices.flat[0]
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{mesh.size} {first.device_kind} ({first.platform}){processes}: {shape}"
