@@ -39,9 +39,8 @@ class StopSignals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._set(signal.SIGINT, self._on_interrupt)
-            if (
-                not jax.distributed.is_initialized()
-            ):  # after it, this would take SIGTERM away from jax's service
+            # Once initialised, this would take SIGTERM away from jax's service.
+            if not jax.distributed.is_initialized():
                 self._set(signal.SIGTERM, self._on_terminate)
         return self
 
