@@ -34,6 +34,7 @@ class StopSignals:
     def __init__(self, report: Callable[[str], None] = _to_stderr):
         self._report = report
         self._reason: str | None = None
+        self._passed_on = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -65,9 +66,6 @@ class StopSignals:
             raise KeyboardInterrupt
         self._reason = "Ctrl-C"
         self._report("Ctrl-C: stopping after this step and saving; press again to stop at once")
-        if jax.distributed.is_initialized():
-            # The other processes must stop at the same step: tell jax's service, which tells them.
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def requested(self, step: int) -> str | None:
         """Why the run should stop after ``step`` ("SIGTERM", "Ctrl-C"), or None. Call it once per step.
@@ -78,9 +76,10 @@ class StopSignals:
         if jax.distributed.is_initialized():
             if multihost_utils.reached_preemption_sync_point(step):
                 return self._reason or "SIGTERM"
-            # A SIGTERM that came before initialisation is known to this process alone: pass it on.
-            if self._reason == "SIGTERM":
-                self._reason = "SIGTERM (passed on)"
+            # Ctrl-C, and a SIGTERM from before initialisation, are known to this process alone. The others must
+            # stop at the same step: tell jax's service, which tells them.
+            if self._reason is not None and not self._passed_on:
+                self._passed_on = True
                 os.kill(os.getpid(), signal.SIGTERM)
             return None
         return self._reason
