@@ -206,6 +206,8 @@ class Checkpoints:
 
     def discard_after(self, step: int) -> None:
         """Deletes the checkpoints above ``step``, so that training can go on from it: saves only go up."""
+        if self._writer is None:
+            raise CheckpointError(f"nothing was deleted: {self.folder} is open for reading only")
         self.wait()
         self._delete([newer for newer in self.steps() if newer > step])
 

@@ -76,8 +76,8 @@ class StopSignals:
         if jax.distributed.is_initialized():
             if multihost_utils.reached_preemption_sync_point(step):
                 return self._reason or "SIGTERM"
-            # Ctrl-C, and a SIGTERM from before initialisation, are known to this process alone. The others must
-            # stop at the same step: tell jax's service, which tells them.
+            # Ctrl-C, and a SIGTERM from before initialisation, are known to this process alone. The others
+            # must stop at the same step: tell jax's service, which tells them.
             if self._reason is not None and not self._passed_on:
                 self._passed_on = True
                 os.kill(os.getpid(), signal.SIGTERM)
