@@ -308,7 +308,10 @@ def test_declined_saves_are_errors(folder):
         pytest.raises(CheckpointError, match="reading only"),
     ):
         checkpoints.save(7, make_state(7), META)
-    with Checkpoints(folder, mode="read") as checkpoints, pytest.raises(CheckpointError, match="reading only"):
+    with (
+        Checkpoints(folder, mode="read") as checkpoints,
+        pytest.raises(CheckpointError, match="reading only"),
+    ):
         checkpoints.discard_after(1)
 
 
