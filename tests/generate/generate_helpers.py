@@ -1,0 +1,78 @@
+"""Small models with random, not initial, connection parameters: at the start most connections are the plain
+residual."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lmres.model import ModelConfig, Transformer
+from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Plain
+
+CONNECTIONS = [
+    Plain(),
+    Plain(norm="post"),
+    Plain(norm="sandwich"),
+    DenseFormer(),
+    DenseFormer(dilation=2, period=2),
+    AttentionResiduals(),
+    AttentionResiduals(block=3),
+    HyperConnections(dynamic=False),
+    HyperConnections(),
+    MHC(),
+    MHC(readout="sum"),
+]
+VOCAB = 23
+
+# The programs are tiny and compiled for one or two calls.
+quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def make_model(connection, **config):
+    sizes = {
+        "vocab_size": VOCAB,
+        "context": 12,
+        "width": 16,
+        "blocks": 3,
+        "heads": 4,
+        "mlp_hidden": 24,
+    } | config
+    return Transformer(ModelConfig(**sizes), connection)
+
+
+def random_params(model, scale=0.4, seed=0):
+    """The connection's start plus noise, gains around one, everything else normal with a fan-in's size. Drawn
+    by numpy: compiling ``model.init`` would take longer than any test here."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    rng = np.random.default_rng(seed)
+
+    def draw(path, shape):
+        name = path[-1].key
+        size = {"table": 0.02, "gain": scale}.get(name, model.config.width**-0.5)
+        return (rng.standard_normal(shape.shape) * size + (name == "gain")).astype(np.float32)
+
+    params = jax.tree_util.tree_map_with_path(draw, shapes)
+    connection, width = model.connection, model.config.width
+    depth = model.config.blocks * (2 if connection.unit == "sublayer" else 1)
+    start = connection.init(jax.random.key(0), depth, width)
+    params["stack"]["connection"] = jax.tree.map(
+        lambda p: (np.asarray(p) + scale * rng.standard_normal(p.shape)).astype(np.float32), start
+    )
+    return params
+
+
+def random_tokens(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB, shape, np.int32)
+
+
+def full_logits(model, params, tokens):
+    """Logits of a forward pass over whole rows, without a cache or padding."""
+    return np.asarray(quick_jit(lambda p, t: model.apply({"params": p}, t))(params, tokens))
+
+
+def assert_close(actual, expected, tolerance, what=""):
+    """Within ``tolerance`` of the largest expected entry."""
+    error = np.max(np.abs(np.asarray(actual, np.float64) - np.asarray(expected, np.float64)))
+    scale = np.max(np.abs(np.asarray(expected, np.float64)))
+    assert error <= tolerance * scale, f"{what}: off by {error:.2e}, largest entry {scale:.2e}"
