@@ -7,19 +7,22 @@ float32 (float64 for float64 input) whatever the dtype of the data; results are 
 May import: jax and numpy only.
 """
 
-from lmres.ops.depth import depth_softmax, weighted_sum
-from lmres.ops.norm import layer_norm, rms_norm, rms_scale, stat_dtype
+from lmres.ops.depth import Span, add_outer, depth_softmax, slot_dots, weighted_sum
+from lmres.ops.norm import normed_projection, rms_norm, rms_scale, stat_dtype
 from lmres.ops.sinkhorn import sinkhorn
 from lmres.ops.streams import combine_streams, mix_streams
 
 __all__ = [
+    "Span",
+    "add_outer",
     "combine_streams",
     "depth_softmax",
-    "layer_norm",
     "mix_streams",
+    "normed_projection",
     "rms_norm",
     "rms_scale",
     "sinkhorn",
+    "slot_dots",
     "stat_dtype",
     "weighted_sum",
 ]

@@ -1,4 +1,6 @@
-"""Normalisation over the last axis, statistics in float32 or wider."""
+"""Normalisation over the last axis, and projections of what is normalised; statistics in float32 or wider."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +29,55 @@ def rms_norm(x: Array, gain: Array | None = None, eps: float = 1e-6) -> Array:
     return y.astype(x.dtype)
 
 
-def layer_norm(x: Array, eps: float = 1e-5) -> Array:
-    """LayerNorm without affine part: zero mean, unit (biased) variance over the last axis.
+def normed_projection(x: Array, w: Array, *, centre: bool = False, eps: float = 0.0, floor: float = 0.0) -> Array:
+    """``N(x) @ w`` without ever holding N(x), where ``N(x) = (x - mean) / sqrt(max(mean((x - mean)^2), floor) + eps)``.
 
-    x: [..., D]. Returns the dtype of ``x``.
+    The norm is linear but for one scale (and one mean) per row, so the product is taken first and scaled after; the
+    backward pass needs two products and no reduction over D. The product runs in float32 or wider: its results are logits of
+    mixing weights.
+
+    x: [..., D]; w: [D, C]; centre: subtract the mean (LayerNorm) or not (RMSNorm). Returns [..., C] in the statistics dtype.
     """
+    return _normed_projection(x, w.astype(stat_dtype(x)), centre, eps, floor)
+
+
+def _statistics(x, centre, eps, floor):
     wide = x.astype(stat_dtype(x))
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    return (centred * rms_scale(centred, eps)).astype(x.dtype)
+    mean = jnp.mean(wide, axis=-1, keepdims=True) if centre else jnp.zeros((), wide.dtype)
+    square = jnp.mean((wide - mean) ** 2, axis=-1, keepdims=True)
+    return wide, mean, square, jax.lax.rsqrt(jnp.maximum(square, floor) + eps)
+
+
+_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _normed_projection(x, w, centre, eps, floor):
+    return _project(x, w, centre, eps, floor)[0]
+
+
+def _project(x, w, centre, eps, floor):
+    wide, mean, _, scale = _statistics(x, centre, eps, floor)
+    product = _product("...d,dc->...c", wide, w)
+    if centre:
+        product = product - mean * jnp.sum(w, axis=0)
+    out = product * scale
+    return out, (x, w, out)
+
+
+def _project_backward(centre, eps, floor, residuals, g):
+    x, w, out = residuals
+    wide, mean, square, scale = _statistics(x, centre, eps, floor)
+    scaled = g * scale
+    # [C, D] and then transposed: the tall operand stays as it lies in memory.
+    g_w = _product("...c,...d->cd", scaled, wide).T
+    through = jnp.sum(out * g, axis=-1, keepdims=True) * scale**2 / x.shape[-1]
+    through = jnp.where(square > floor, through, 0.0)  # at the floor the scale is a constant
+    g_x = _product("...c,dc->...d", scaled, w) - through * (wide - mean)
+    if centre:
+        g_w = g_w - jnp.sum(scaled * mean, axis=tuple(range(g.ndim - 1)))
+        g_x = g_x - _product("...c,c->...", scaled, jnp.mean(w, axis=0))[..., None]
+    return g_x.astype(x.dtype), g_w
+
+
+_normed_projection.defvjp(_project, _project_backward)

@@ -1,8 +1,13 @@
-"""Mixes of n residual streams, written as sums over streams that compile to one fused pass.
+"""Mixes of n residual streams: sums over streams that compile to one fused pass, with hand-chosen backward passes.
 
-n is 2 to 8, so a batched matrix product of [n, n] by [n, D] per token would be all overhead.
+n is 2 to 8, so a batched matrix product of [n, n] by [n, D] per token would be all overhead. The cotangents of the weights are
+contractions over D; written as products they are several times faster than the reductions that automatic
+differentiation of the sums would give.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,11 +20,7 @@ def combine_streams(weights: Array, streams: Array) -> Array:
     weights: [..., n], with the leading axes of ``streams`` or none; streams: [..., n, D].
     Returns [..., D] in the dtype of ``streams``.
     """
-    wide = stat_dtype(streams)
-    total = sum(
-        weights[..., s, None].astype(wide) * streams[..., s, :].astype(wide) for s in range(streams.shape[-2])
-    )
-    return total.astype(streams.dtype)
+    return _combine(weights.astype(stat_dtype(streams)), streams)
 
 
 def mix_streams(mixing: Array, streams: Array, weights: Array, y: Array) -> Array:
@@ -29,8 +30,61 @@ def mix_streams(mixing: Array, streams: Array, weights: Array, y: Array) -> Arra
     ``weights`` have the leading axes of ``streams`` or none. Returns [..., n, D] in the dtype of ``streams``.
     """
     wide = stat_dtype(streams)
-    n = streams.shape[-2]
-    out = weights[..., :, None].astype(wide) * y[..., None, :].astype(wide)
-    for s in range(n):
-        out = out + mixing[..., s, :, None].astype(wide) * streams[..., s, None, :].astype(wide)
+    return _mix(mixing.astype(wide), streams, weights.astype(wide), y)
+
+
+def _scaled_sum(weights: Array, streams: Array, axis: int) -> Array:
+    """``sum_s weights[s] * streams[s]`` over axis -2 of ``streams``; s is axis ``axis`` of ``weights``, whose other trailing
+    axis, if it has one, becomes axis -2 of the result."""
+    wide = weights.dtype
+    total = None
+    for s in range(streams.shape[-2]):
+        w = jnp.take(weights, s, axis=axis)[..., None]
+        x = streams[..., s, :].astype(wide)
+        term = w * (x if axis == -1 else x[..., None, :])
+        total = term if total is None else total + term
+    return total
+
+
+def _fit(g: Array, like: Array) -> Array:
+    """Sums a per-token cotangent down to weights that are shared by all tokens."""
+    extra = g.ndim - like.ndim
+    return jnp.sum(g, axis=tuple(range(extra))) if extra else g
+
+
+_dot = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+@jax.custom_vjp
+def _combine(weights, streams):
+    return _scaled_sum(weights, streams, -1).astype(streams.dtype)
+
+
+def _combine_backward(residuals, g):
+    weights, streams = residuals
+    g = g.astype(weights.dtype)
+    g_weights = _dot("...nd,...d->...n", streams.astype(g.dtype), g)
+    g_streams = weights[..., None] * g[..., None, :]
+    return _fit(g_weights, weights), g_streams.astype(streams.dtype)
+
+
+_combine.defvjp(lambda w, x: (_combine(w, x), (w, x)), _combine_backward)
+
+
+@jax.custom_vjp
+def _mix(mixing, streams, weights, y):
+    out = _scaled_sum(mixing, streams, -2) + weights[..., None] * y[..., None, :].astype(weights.dtype)
     return out.astype(streams.dtype)
+
+
+def _mix_backward(residuals, g):
+    mixing, streams, weights, y = residuals
+    g = g.astype(mixing.dtype)
+    g_mixing = _dot("...nd,...md->...nm", streams.astype(g.dtype), g)
+    g_weights = _dot("...md,...d->...m", g, y.astype(g.dtype))
+    g_streams = _scaled_sum(jnp.swapaxes(mixing, -1, -2), g, -2).astype(streams.dtype)
+    g_y = _scaled_sum(weights, g, -1).astype(y.dtype)
+    return _fit(g_mixing, mixing), g_streams, _fit(g_weights, weights), g_y
+
+
+_mix.defvjp(lambda m, x, w, y: (_mix(m, x, w, y), (m, x, w, y)), _mix_backward)

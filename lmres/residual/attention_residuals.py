@@ -25,7 +25,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from lmres.ops import depth_softmax, rms_scale, stat_dtype, weighted_sum
+from lmres.ops import Span, add_outer, depth_softmax, normed_projection, slot_dots, stat_dtype, weighted_sum
 from lmres.residual.interface import AppendOnly, Axes, Cost, History
 
 
@@ -70,9 +70,8 @@ class AttentionResiduals(AppendOnly):
 
     def keys(self, params_l, value):
         """Logits [R, B, S] of every reader for this entry."""
-        wide = stat_dtype(value)
-        normed = value.astype(wide) * rms_scale(value, self.eps)
-        return {"logits": jnp.einsum("bsd,rd->rbs", normed, self._queries(params_l).astype(wide))}
+        logits = normed_projection(value, self._queries(params_l).T, eps=self.eps)
+        return {"logits": jnp.moveaxis(logits, -1, 0)}
 
     def first_carry(self, e):
         return jnp.zeros_like(e) if self.block > 1 else ()
@@ -82,6 +81,10 @@ class AttentionResiduals(AppendOnly):
             return l + 1, y, ()
         running = jnp.where(l % self.block == 0, 0, carry) + y
         return l // self.block + 1, running, running
+
+    def _span(self, l):
+        """The slots that are complete before unit ``l``."""
+        return Span(0, 1, l // self.block + 1)
 
     def _weights(self, params_l, state, l):
         """Softmax weights of reader ``l``: [M, B, S] for the slots, and [B, S] for the running sum or None."""
@@ -97,14 +100,13 @@ class AttentionResiduals(AppendOnly):
 
     def _running_logit(self, params_l, running, l):
         query = jax.lax.dynamic_index_in_dim(self._queries(params_l), l, 0, keepdims=False)
-        wide = running.astype(stat_dtype(running))
-        return (wide @ query.astype(wide.dtype)) * rms_scale(running, self.eps)[..., 0]
+        return normed_projection(running, query[:, None], eps=self.eps)[..., 0]
 
     def read(self, params_l, state, l, context=None):
         if context is None:
             context = self._weights(params_l, state, l)
         over_slots, over_running = context
-        x = weighted_sum(over_slots, state.slots["value"])
+        x = weighted_sum(over_slots, state.slots["value"], self._span(l))
         if over_running is not None:
             x = x + (over_running[..., None] * state.carry.astype(over_running.dtype)).astype(x.dtype)
         return x, context
@@ -122,7 +124,8 @@ class AttentionResiduals(AppendOnly):
         wide = stat_dtype(values)
         g = g_x.astype(wide)
         over_slots, over_running = self._weights(params_l, History(slots, carry), l)
-        d_slots = jnp.sum(values.astype(wide) * g, axis=-1)
+        span = self._span(l)
+        d_slots = slot_dots(g, values, span)
         dot = jnp.sum(over_slots * d_slots, axis=0)
         g_params, g_carry = jax.tree.map(jnp.zeros_like, params_l), ()
         if over_running is not None:
@@ -131,7 +134,7 @@ class AttentionResiduals(AppendOnly):
             _, vjp = jax.vjp(lambda p, c: self._running_logit(p, c, l), params_l, carry)
             g_params, g_carry = vjp(over_running * (d_running - dot))
             g_carry = g_carry + (over_running[..., None] * g).astype(carry.dtype)
-        g_values = g_slots["value"] + (over_slots[..., None] * g).astype(values.dtype)
+        g_values = add_outer(g_slots["value"], over_slots, g, span)
         g_logits = g_slots["logits"].at[:, l].add(over_slots * (d_slots - dot))
         return g_params, {"value": g_values, "logits": g_logits}, g_carry
 

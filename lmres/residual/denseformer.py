@@ -16,10 +16,11 @@ Cost: sum_i (floor(i/k) + 1) parameters over the averaged depths; 2 (floor(i/k) 
 import dataclasses
 from typing import ClassVar, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lmres.ops import weighted_sum
+from lmres.ops import Span, add_outer, slot_dots, weighted_sum
 from lmres.residual.interface import AppendOnly, Axes, Cost, History
 
 
@@ -83,7 +84,20 @@ class DenseFormer(AppendOnly):
         values = state.slots["value"]
         if context is None:
             context = self._row(params_l, l, values.shape[0] - 1)
-        return weighted_sum(context, values), context
+        return weighted_sum(context, values, self._span(l)), context
+
+    def _span(self, i):
+        """The slots that Y_i reads."""
+        averaged = (i % self.period == 0) & (i > 0)
+        first = jnp.where(averaged, i % self.dilation, i)
+        return Span(first, self.dilation, jnp.where(averaged, i // self.dilation + 1, 1))
+
+    def accumulate(self, params_l, slots, carry, l, g_x, g_slots):
+        values = slots["value"]
+        row, row_vjp = jax.vjp(lambda p: self._row(p, l, values.shape[0] - 1), params_l)
+        span = self._span(l)
+        (g_params,) = row_vjp(slot_dots(g_x, values, span, ndim=1).astype(row.dtype))
+        return g_params, {"value": add_outer(g_slots["value"], row, g_x, span)}, ()
 
     def emit(self, carry, y, l):
         return l + 1, y, ()

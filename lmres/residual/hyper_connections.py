@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 
-from lmres.ops import combine_streams, layer_norm, mix_streams, stat_dtype
+from lmres.ops import combine_streams, mix_streams, normed_projection, stat_dtype
 from lmres.residual.interface import Axes, Connection, Cost
 
 
@@ -79,26 +79,22 @@ class HyperConnections(Connection):
     def open(self, params, e, depth):
         return jnp.broadcast_to(e[..., None, :], (*e.shape[:-1], self.streams, e.shape[-1]))
 
-    def _normalise(self, params_l, streams):
-        wide = streams.astype(stat_dtype(streams))
-        if self.norm == "layer":
-            return layer_norm(wide, self.eps)
-        length = jnp.linalg.norm(wide, axis=-1, keepdims=True)
-        gain = (1.0 + params_l["gamma"]) * wide.shape[-1] ** 0.5
-        return wide / jnp.maximum(length, 1e-12) * gain
-
     def _weights(self, params_l, streams):
         """(alpha [B, S, n, n + 1], beta [B, S, n]), or without the leading axes when static."""
         alpha, beta = params_l["static_alpha"], params_l["static_beta"]
         if not self.dynamic:
             return alpha, beta
-        normed = self._normalise(params_l, streams)
-        bound = jnp.tanh if self.tanh else (lambda x: x)
-        moving_alpha = bound(normed @ params_l["dynamic_alpha_fn"].astype(normed.dtype))
-        moving_beta = bound(normed @ params_l["dynamic_beta_fn"].astype(normed.dtype))
+        columns = jnp.concatenate([params_l["dynamic_alpha_fn"], params_l["dynamic_beta_fn"][:, None]], axis=-1)
+        if self.norm == "layer":
+            moving = normed_projection(streams, columns, centre=True, eps=self.eps)
+        else:
+            columns = (1.0 + params_l["gamma"])[:, None] * columns
+            moving = normed_projection(streams, columns, floor=1e-24 / streams.shape[-1])
+        if self.tanh:
+            moving = jnp.tanh(moving)
         return (
-            alpha + params_l["dynamic_alpha_scale"] * moving_alpha,
-            beta + params_l["dynamic_beta_scale"] * moving_beta,
+            alpha + params_l["dynamic_alpha_scale"] * moving[..., :-1],
+            beta + params_l["dynamic_beta_scale"] * moving[..., -1],
         )
 
     def read(self, params_l, state, l, context=None):

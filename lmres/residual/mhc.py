@@ -25,7 +25,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from lmres.ops import combine_streams, mix_streams, rms_scale, sinkhorn, stat_dtype
+from lmres.ops import combine_streams, mix_streams, normed_projection, sinkhorn, stat_dtype
 from lmres.residual.hyper_connections import check_streams
 from lmres.residual.interface import Axes, Connection, Cost
 
@@ -90,10 +90,7 @@ class MHC(Connection):
     def _project(self, phi, streams):
         """``(vec(X) / rms) phi``, [B, S, columns]; the division after the product, as in the reference code."""
         flat = streams.reshape(*streams.shape[:-2], -1)
-        wide = flat.astype(stat_dtype(flat))
-        # TPUs multiply float32 in bfloat16 by default, too coarse for the logits of a Sinkhorn.
-        product = jnp.matmul(wide, phi.astype(wide.dtype), precision=jax.lax.Precision.HIGHEST)
-        return product * rms_scale(flat, self.norm_eps)
+        return normed_projection(flat, phi, eps=self.norm_eps)
 
     def _weights(self, params_l, streams):
         """(pre [B, S, n], post [B, S, n], comb [B, S, n, n])."""
