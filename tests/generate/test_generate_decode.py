@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from generate_helpers import VOCAB, make_model, quick_jit, random_params, random_tokens
 
-from lmres.generate import decode, generate, padded_length
+from lmres.generate import Sampling, decode, generate, padded_length
 from lmres.residual import MHC, AttentionResiduals, DenseFormer, Plain
 from lmres.sharding import MeshConfig, constrainer, make_mesh, param_shardings
 
@@ -172,6 +172,13 @@ def test_programs_per_run():
     assert len(TRACES) == 2, "prompts of one bucket share both programs"
     generate(model, params, [[1] * 18, [2] * 9], 6)
     assert TRACES[2:] == [(2, 32, 16), (2, 1, 16)]
+
+
+def test_a_step_takes_over_the_memory_of_the_cache():
+    model, params = made(Plain())
+    rows, state = decode._start(model, params, PROMPTS, 12, seed=0)
+    decode._step(model, Sampling(), params, rows, state)
+    assert all(buffer.is_deleted() for buffer in jax.tree.leaves(state.past))
 
 
 @pytest.mark.parametrize("connection", [Counting(), DenseFormer()], ids=lambda c: c.name)
