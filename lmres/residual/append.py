@@ -7,7 +7,7 @@ the units in reverse, repeats unit l's read on the entries that were there (read
 cotangents into one running cotangent of the history. Two histories live at once, not L.
 
     forward   x = read(H, c, l);  y = branch(x);  H[slot], c = emit(c, y, l)
-    backward  g_value = g_H[slot] (then cleared: the slot was overwritten);  (g_c, g_y) = emit^T(g_value, g_c)
+    backward  g_value = g_H[slot] if this was the slot's last write;  (g_c, g_y) = emit^T(g_value, g_c)
               g_x = branch^T(g_y);  (g_params, g_H, g_c) += read^T(g_x)
 
 What is kept between the passes beside the final history: the carry before each unit, and what the branches keep
@@ -96,17 +96,26 @@ def _backward(stack, residuals, g_slots):
 
 
 def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
-    """Backward of ``write``: the slot's cotangent is taken out, through the keys and the (linear) emit."""
+    """Backward of ``write``: the slot's cotangent, through the keys and the (linear) emit.
+
+    The cotangent stays where it is, since nothing reads it again: clearing it would make the compiler copy the whole
+    buffer. An earlier write of the same slot, which the last one overwrote, gets zeros instead.
+    """
     connection = stack.connection
     like = jax.tree.leaves(slots["value"])[0][0]
     (slot, _, _), emit_vjp = _emit_vjp(connection, g_carry, like, l)
     take = lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)  # noqa: E731
-    clear = lambda g: jax.lax.dynamic_update_index_in_dim(g, jnp.zeros_like(g[0]), slot, 0)  # noqa: E731
     value, g_entry = take(slots["value"]), jax.tree.map(take, g_slots)
+    if connection.rewrites:
+        last = connection.is_last_write(l, stack.depth)
+        g_entry = jax.tree.map(lambda g: jnp.where(last, g, 0), g_entry)
     _, keys_vjp = jax.vjp(connection.keys, params_l, value)
     g_params, g_value = keys_vjp({name: g for name, g in g_entry.items() if name != "value"})
     g_carry, g_y = emit_vjp((g_entry["value"] + g_value, g_carry))
-    return g_params, jax.tree.map(clear, g_slots), g_carry, g_y
+    # The reads below add to g_slots in place; everything taken out of it must have been computed by then, or the compiler
+    # keeps a copy of the whole buffer.
+    g_slots, g_carry, g_y = jax.lax.optimization_barrier((g_slots, g_carry, g_y))
+    return g_params, g_slots, g_carry, g_y
 
 
 def _emit_vjp(connection, carry_like, y_like, l):

@@ -76,6 +76,13 @@ class AttentionResiduals(AppendOnly):
     def first_carry(self, e):
         return jnp.zeros_like(e) if self.block > 1 else ()
 
+    @property
+    def rewrites(self):
+        return self.block > 1  # the running sum of a block
+
+    def is_last_write(self, l, depth):
+        return ((l + 1) % self.block == 0) | (l == depth - 1)
+
     def emit(self, carry, y, l):
         if self.block == 1:
             return l + 1, y, ()

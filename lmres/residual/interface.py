@@ -146,8 +146,18 @@ class AppendOnly(Connection):
     - ``emit(carry, y, l)`` gives the slot number, its value and the next carry, linear in (carry, y);
     - ``keys(params, value)`` derives what else goes into the slot (logits of later readers).
 
-    A slot may be written more than once (a running sum); the last write counts, and no reader sees it before.
+    A slot may be written more than once (a running sum); the last write counts, and no reader sees it before. Then
+    ``rewrites`` is True and ``is_last_write`` says which write that is.
     """
+
+    @property
+    def rewrites(self) -> bool:
+        """True if some slots are written more than once."""
+        return False
+
+    def is_last_write(self, l: Index, depth: int) -> bool | Array:
+        """Whether unit ``l`` of ``depth`` is the last to write its slot."""
+        return True
 
     @abc.abstractmethod
     def emit(self, carry: Any, y: Array, l: Index) -> tuple[Index, Array, Any]:
