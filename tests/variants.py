@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Plain
 
@@ -43,3 +44,17 @@ def randomised(params, seed=0, size=0.05):
     return tree.unflatten(
         [p + size * jax.random.normal(k, p.shape, jnp.promote_types(p.dtype, jnp.float32)) for p, k in zip(leaves, keys)]
     )
+
+
+def draw(model, seed=0, scale=1.0):
+    """Parameters of ``model`` drawn with numpy, none of them at its start; saves compiling the real initialisation."""
+    shapes = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0))
+    rng = np.random.default_rng(seed)
+
+    def one(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        centre = 1.0 if name.endswith("gain") or name.endswith("static_beta") else 0.0
+        fan_in = leaf.shape[-2] if leaf.ndim > 2 and "connection" not in name else 16
+        return (centre + rng.normal(0, scale * fan_in**-0.5, leaf.shape)).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(one, shapes)

@@ -20,10 +20,15 @@ class TrainState(TypedDict):
     step: jax.Array
 
 
+def init_params(model: Transformer, key: jax.Array) -> Any:
+    """Fresh parameters, float32. One token is enough to make them, and too little to be split over a mesh."""
+    bare = Transformer(model.config, model.connection)
+    return bare.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
 def abstract_params(model: Transformer) -> Any:
     """Shapes and dtypes of the parameters; nothing is computed."""
-    tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    return jax.eval_shape(lambda key, t: model.init(key, t)["params"], jax.random.key(0), tokens)
+    return jax.eval_shape(lambda key: init_params(model, key), jax.random.key(0))
 
 
 def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
@@ -50,7 +55,7 @@ def init_state(
     target = abstract_state(model, optimizer, mesh)
 
     def make(key):
-        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        params = init_params(model, key)
         return TrainState(params=params, opt_state=optimizer.init(params), step=jnp.zeros((), jnp.int32))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)

@@ -91,7 +91,7 @@ def train_step_function(
         # Dropout is a function of (seed, update), so a resumed run draws the same.
         dropout_key = _fold(jax.random.key_data(jax.random.key(seed)), count) if model.config.dropout else None
         grads, sums = gradients(model, params, batch, accumulate, z_loss, dropout_key)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(sums.nats) & jnp.isfinite(norm)
         updates, opt_state = optimizer.update(grads, state["opt_state"], params)
         new = TrainState(params=optax.apply_updates(params, updates), opt_state=opt_state, step=count + 1)

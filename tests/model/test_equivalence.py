@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from variants import ALL, KINDS, name, randomised
+from variants import ALL, KINDS, draw, name
 
 from lmres.model import ModelConfig, Transformer
 from lmres.residual import Plain
@@ -54,10 +54,10 @@ def assert_trees_close(actual, expected, tolerance):
 @pytest.mark.parametrize("connection", ALL, ids=name)
 def test_scanned_equals_looped_and_rematerialised(connection):
     data = batch()
-    _, params = init(connection)
-    params = randomised(params)
-    looped = value_and_grad(Transformer(dataclasses.replace(CONFIG, scan=False), connection), params, data)
-    for options in ({}, {"remat": "full"}, {"remat": "dots"}):
+    looped_model = Transformer(dataclasses.replace(CONFIG, scan=False), connection)
+    params = draw(looped_model)
+    looped = value_and_grad(looped_model, params, data)
+    for options in ({}, {"remat": "full"}, {"remat": "dots"})[: 3 if connection in KINDS else 1]:
         model = Transformer(dataclasses.replace(CONFIG, **options), connection)
         assert_trees_close(value_and_grad(model, params, data), looped, 2e-5)
     for path, g in jax.tree_util.tree_leaves_with_path(looped[1]):
@@ -82,8 +82,8 @@ def test_starts_as_the_plain_residual(connection):
 @pytest.mark.parametrize("connection", KINDS, ids=name)
 def test_sharded_equals_single_device(connection, sizes):
     data = batch(rows=8)
-    model, params = init(connection)
-    params = randomised(params)
+    model = Transformer(CONFIG, connection)
+    params = draw(model)
     expected = value_and_grad(model, params, data)
     mesh = make_mesh(MeshConfig(*sizes))
     shardings = param_shardings(params, mesh)
@@ -103,31 +103,28 @@ def test_sharded_equals_single_device(connection, sizes):
 @pytest.mark.parametrize("connection", ALL, ids=name)
 def test_causal_by_gradient(connection):
     """The output at position t depends on the embeddings of positions up to t, and on all of them."""
-    model, params = init(connection)
-    params = randomised(params)
+    model = Transformer(CONFIG, connection)
+    params = draw(model)
     data = batch(rows=1)
 
-    def at(table_noise, t, segments):
+    def at(noise, t):
         bound = model.bind({"params": params})
-        e = bound.embed(data["x"]) + table_noise
-        _, args = bound._start(data["x"], segments, None, None, None)
-        h, _ = bound.stack(e, args)
+        e, args = bound._start(data["x"], data["s"], None, None, None)
+        h, _ = bound.stack(e + noise, args)
         return jnp.sum(jnp.sin(h[0, t]))
 
-    grad = jax.jit(jax.vmap(jax.grad(at), in_axes=(None, 0, None)))
     noise = jnp.zeros((1, CONFIG.context, CONFIG.width))
-    reach = np.abs(np.asarray(grad(noise, jnp.arange(CONFIG.context), None)))[:, 0].max(-1)
-    assert np.all(reach[np.triu_indices(CONFIG.context, 1)] == 0.0)
-    assert np.all(reach[np.tril_indices(CONFIG.context)] > 0.0)
-    packed = np.abs(np.asarray(grad(noise, jnp.arange(CONFIG.context), data["s"])))[:, 0].max(-1)
-    same = data["s"][0][:, None] == data["s"][0][None, :]
-    assert np.all((packed > 0) == (same & np.tri(CONFIG.context, dtype=bool)))
+    grad = jax.jit(jax.vmap(jax.grad(at), in_axes=(None, 0)))(noise, jnp.arange(CONFIG.context))
+    reach = np.abs(np.asarray(grad))[:, 0].max(-1)
+    # Two documents in one row, with positions that run on: the mask alone must keep them apart.
+    same_document = data["s"][0][:, None] == data["s"][0][None, :]
+    np.testing.assert_array_equal(reach > 0, same_document & np.tri(CONFIG.context, dtype=bool))
 
 
 @pytest.mark.parametrize("connection", KINDS, ids=name)
 def test_packed_document_does_not_see_its_neighbour(connection):
-    model, params = init(connection)
-    params = randomised(params)
+    model = Transformer(CONFIG, connection)
+    params = draw(model)
     a, b = batch(rows=1, seed=0), batch(rows=1, seed=1)
     b["x"][:, 8:] = a["x"][:, 8:]
     run = jax.jit(lambda d: model.apply({"params": params}, d["x"], d["s"], d["p"]))
