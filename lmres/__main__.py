@@ -1,0 +1,7 @@
+"""``python -m lmres``: the command line."""
+
+import sys
+
+from lmres.cli import main
+
+sys.exit(main())
