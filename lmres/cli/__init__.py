@@ -1,9 +1,9 @@
 """cli: the ``lmres`` command.
 
-One small file per command: ``add`` declares it, ``run`` does it and returns the exit code. ``parsing`` joins
-them, ``options`` has what several of them take, ``runtime`` sets jax up, ``trained`` opens a run's folder,
-``output`` prints, ``errors`` turns what went wrong into a line and an exit code. Commands import the other rooms
-inside ``run``, so that ``lmres --help`` answers at once.
+One small file per command: ``add`` declares it, ``run`` does it and returns the exit code. ``parsing``
+joins them, ``options`` has what several of them take, ``runtime`` sets jax up, ``trained`` opens a run's
+folder, ``output`` prints, ``errors`` turns what went wrong into a line and an exit code. Commands import
+the other rooms inside ``run``, so that ``lmres --help`` answers at once.
 
 Results go to stdout (with ``--json`` one JSON document and nothing else), progress and errors to stderr.
 
@@ -16,8 +16,8 @@ Exit codes::
     130  stopped by Ctrl-C before the planned end, after saving
     143  stopped by SIGTERM before the planned end, after saving
 
-A run that was told to stop is not finished, so its code is not 0: a scheduler that starts failed jobs again then
-goes on with it, given ``--resume``, and does not take it for done.
+A run that was told to stop is not finished, so its code is not 0: a scheduler that starts failed jobs again
+then goes on with it, given ``--resume``, and does not take it for done.
 """
 
 from collections.abc import Sequence

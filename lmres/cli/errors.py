@@ -34,7 +34,8 @@ def guarded(args: argparse.Namespace) -> int:
             traceback.print_exc()
         elif text is None:
             raise
-        print(*(f"error: {line}" for line in (text or str(error)).split("\n")), sep="\n", file=sys.stderr)
+        for line in (text or str(error)).split("\n"):
+            print(line if line.startswith(" ") else f"error: {line}", file=sys.stderr)
         return code
 
 

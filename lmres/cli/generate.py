@@ -18,7 +18,7 @@ def add(commands) -> None:
     prompts = command.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
         "--prompt", action="append", metavar="TEXT",
-        help="a prompt, shown as it grows if it is the only one; may be repeated. Token ids, '1 2 3', for a run "
+        help="a prompt, shown as it grows if it is the only one; may be repeated; ids, '1 2 3', for a run "
         "on ready-made ids",
     )  # fmt: skip
     prompts.add_argument(
@@ -79,12 +79,9 @@ def run(args) -> int:
     def tell(line: str) -> None:
         print(line, file=sys.stderr)
 
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract_params(model)
-    )
-    params, step = restore(trained, model, like, args.step, tell)
-    tell(f"step {step} of {trained.folder} on {here.device_set.copy().pop().device_kind}")
+    # Without shardings in the target all parameters go to the first device.
+    params, step = restore(trained, model, abstract_params(model), args.step, tell)
+    tell(f"step {step} of {trained.folder} on {jax.local_devices()[0].device_kind}")
     room = config.model.context - max(map(len, prompts))
     count = args.max_tokens if args.max_tokens is not None else max(min(DEFAULT_TOKENS, room), 1)
     stream = None if args.json or len(prompts) > 1 else Stream(prompts[0], tokenizer)
@@ -195,7 +192,6 @@ class Stream:
     def __init__(self, prompt: list[int], tokenizer):
         self._tokenizer, self._ids = tokenizer, list(prompt)
         self._text = ""
-        self._show(final=False)
 
     def __call__(self, row: int, token: int) -> None:
         self._ids.append(token)

@@ -25,8 +25,8 @@ def add_device(command: argparse.ArgumentParser, distributed: bool = False) -> N
         command.add_argument(
             "--distributed",
             action="store_true",
-            help="this is one of several processes: find the others through the cluster (TPU pod, Slurm, MPI, "
-            "Kubernetes), or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID",
+            help="this is one of several processes: find the others through the cluster (TPU pod, Slurm, "
+            "MPI, Kubernetes), or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID",
         )
 
 

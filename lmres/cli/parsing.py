@@ -9,8 +9,8 @@ from lmres.cli.options import is_override
 
 COMMANDS = (train, evaluate, generate, compare, variants, bench, data, inspect, config)
 
-_EPILOG = """exit codes: 0 done; 1 error; 2 usage; 3 training diverged; 130 (Ctrl-C) and 143 (SIGTERM) stopped and
-saved, to be resumed. `lmres COMMAND --help` has an example of each command; `lmres config` lists all settings."""
+_EPILOG = """exit codes: 0 done; 1 error; 2 usage; 3 training diverged; 130 (Ctrl-C) and 143 (SIGTERM) stopped
+and saved, to be resumed. `lmres COMMAND --help` has an example; `lmres config` lists all settings."""
 
 
 class Commands:
@@ -68,10 +68,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises SystemExit, as argparse does.
     """
     args, rest = make_parser().parse_known_args(argv)
-    # argparse gives all positional arguments to the first group of them that it meets.
-    if rest and not (hasattr(args, "overrides") and all(is_override(word) for word in rest)):
-        unknown = [word for word in rest if not is_override(word)] if hasattr(args, "overrides") else rest
-        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if hasattr(args, "overrides"):
+        # argparse gives all positional arguments to the first group of them that it meets.
+        args.overrides = [*args.overrides, *(word for word in rest if is_override(word))]
+        rest = [word for word in rest if not is_override(word)]
+        wrong = [word for word in args.overrides if not is_override(word)]
+        if wrong:
+            args.parser.error(f"expected key=value, found {' '.join(wrong)}")
     if rest:
-        args.overrides = [*args.overrides, *rest]
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return args

@@ -28,10 +28,11 @@ def start(device: str | None = None, cache: str | None = "auto", distributed: bo
         _join()
     try:
         found = jax.devices()[0].platform
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter where jax lacks the package for the device
         jax.config.update("jax_platforms", before)
         asked = f"--device {device}" if device else f"JAX_PLATFORMS={before}"
-        raise CommandError(f"{asked}: no such device here ({str(error).splitlines()[0]})") from error
+        why = str(error).splitlines()[0] if str(error) else f"jax {jax.__version__} was installed without it?"
+        raise CommandError(f"{asked}: no such device here ({why})") from error
     if device is not None and found != device:  # jax was in use before this command
         jax.config.update("jax_platforms", before)
         raise CommandError(f"--device {device}: no such device here, found {found}")

@@ -7,6 +7,9 @@ from lmres.cli.errors import CommandError
 
 _EXAMPLE = """lmres variants
 lmres variants --depth 24 --width 768 --dtype bfloat16 --json"""
+_LEGEND = """State, bytes moved and FLOPs: of one token's forward pass, summed over the depth, beyond the branches.
+"plain at start": how close the logits are to those of the plain residual with the same weights before training
+(at a norm eps of 1e-12)."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
@@ -101,9 +104,5 @@ def run(args) -> int:
     for kind in dict.fromkeys(r["kind"] for r in rows):
         first = next(r for r in rows if r["kind"] == kind)
         print(f"{kind}: {first['equation']}    {first['source']}")
-    print(
-        f"\n{args.depth} sub-layers of width {args.width} in {args.dtype}. State, bytes moved and FLOPs are those of "
-        "one token's forward pass, summed over\nthe depth, beyond the branches. 'plain at start': how close the "
-        "logits are to those of the plain residual with the\nsame weights before training (at a norm eps of 1e-12)."
-    )
+    print(f"\n{args.depth} sub-layers of width {args.width} in {args.dtype}.\n{_LEGEND}")
     return OK

@@ -1,11 +1,11 @@
 """Trains the variants of a comparison, one after the other, and puts what they did into one result.
 
-Each run has a folder of its own, ``<folder>/<variant>-seed<k>``, like any other run's, and in it ``run.json`` once
-it is over: what the report needs of it. A comparison that was interrupted goes on from these: runs that are over
-are read, the one under way is resumed, the others are started.
+Each run has a folder of its own, ``<folder>/<variant>-seed<k>``, like any other run's, and in it
+``run.json`` once it is over: what the report needs of it. A comparison that was interrupted goes on from
+these: runs that are over are read, the one under way is resumed, the others are started.
 
-A run whose loss stops being finite is over too: it is reported with what it measured until then, and the others
-go on.
+A run whose loss stops being finite is over too: it is reported with what it measured until then, and the
+others go on.
 """
 
 import dataclasses
@@ -69,8 +69,8 @@ def compare(
 
     Returns: the result and the path of the report. A run that diverged says so in its ``notes``.
 
-    Raises: Stopped on a signal; ConfigError, before anything is trained, for changes that a resumed run cannot
-      take; FolderInUse; and what ``train_run`` raises.
+    Raises: Stopped on a signal; ConfigError, before anything is trained, for changes that a resumed run
+      cannot take; FolderInUse; and what ``train_run`` raises.
     """
     plan = {
         folder / f"{name}-seed{seed}": (name, _with_seed(run, name, seed))
