@@ -53,23 +53,40 @@ def attend(query: Array, reads: tuple[KeyValues, ...], masks: tuple[Array | None
     reads: sources, each [B, T_i, G, K]. masks: one per source, [B, 1, S, T_i] bool; a single source may have None, which is
     plain causal. Returns [B, S, H, K].
     """
-    impl = _implementation(query, implementation)
-    if len(reads) == 1 and masks[0] is None:
-        (only,) = reads
-        return jax.nn.dot_product_attention(query, only.key, only.value, is_causal=True, implementation=impl)
-    if any(mask is None for mask in masks):
+    if any(mask is None for mask in masks) and len(reads) > 1:
         raise ValueError("attention over several sources needs a mask for each of them")
-    key = jnp.concatenate([r.key for r in reads], axis=1)
-    value = jnp.concatenate([r.value for r in reads], axis=1)
-    mask = jnp.concatenate(masks, axis=-1)
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=impl)
+    if len(reads) == 1:
+        ((key, value),), (mask,) = reads, masks
+    else:
+        key = jnp.concatenate([r.key for r in reads], axis=1)
+        value = jnp.concatenate([r.value for r in reads], axis=1)
+        mask = jnp.concatenate(masks, axis=-1)
+    if query.dtype == jnp.float64:
+        return _attend_exactly(query, key, value, mask)
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=mask is None, implementation=_implementation(query, key, implementation)
+    )
 
 
-def _implementation(query: Array, asked: str) -> str | None:
-    """cuDNN's flash attention where it can run (GPU, 16-bit floats, head size a multiple of 8 up to 128)."""
+def _attend_exactly(query: Array, key: Array, value: Array, mask: Array | None) -> Array:
+    """The same in the dtype of ``query`` throughout: the library's softmax is float32 whatever it is given."""
+    size = query.shape[1]
+    mask = jnp.tri(size, dtype=bool)[None, None] if mask is None else mask
+    batch, _, heads, width = query.shape
+    grouped = query.reshape(batch, size, key.shape[2], heads // key.shape[2], width)
+    logits = jnp.einsum("bsgrk,btgk->bgrst", grouped, key) * width**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], logits, jnp.finfo(logits.dtype).min), axis=-1)
+    return jnp.einsum("bgrst,btgk->bsgrk", weights, value).reshape(query.shape)
+
+
+def _implementation(query: Array, key: Array, asked: str) -> str | None:
+    """cuDNN's flash attention where it can run: on a GPU, 16-bit floats, head size a multiple of 8 up to 128, and even
+    lengths (it refuses odd ones together with a mask)."""
     if asked != "auto":
         return asked
-    fits = query.dtype in (jnp.bfloat16, jnp.float16) and query.shape[-1] % 8 == 0 and query.shape[-1] <= 128
+    size = query.shape[-1]
+    fits = query.dtype in (jnp.bfloat16, jnp.float16) and size % 8 == 0 and size <= 128
+    fits = fits and query.shape[1] % 2 == 0 and key.shape[1] % 2 == 0
     return "cudnn" if fits and jax.default_backend() == "gpu" else "xla"
 
 
