@@ -29,7 +29,7 @@ from lmres.ops import Span, add_outer, depth_softmax, normed_projection, slot_do
 from lmres.residual.interface import AppendOnly, Axes, Cost, History
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionResiduals(AppendOnly):
     """Softmax attention over depth.
 

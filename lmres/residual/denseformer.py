@@ -24,7 +24,7 @@ from lmres.ops import Span, add_outer, slot_dots, weighted_sum
 from lmres.residual.interface import AppendOnly, Axes, Cost, History
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseFormer(AppendOnly):
     """Weighted averages of all earlier block outputs.
 

@@ -23,7 +23,7 @@ from lmres.ops import combine_streams, mix_streams, normed_projection, stat_dtyp
 from lmres.residual.interface import Axes, Connection, Cost
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HyperConnections(Connection):
     """n streams with learned read, mix and write weights.
 

@@ -30,7 +30,7 @@ from lmres.residual.hyper_connections import check_streams
 from lmres.residual.interface import Axes, Connection, Cost
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MHC(Connection):
     """Streams whose mixing matrix is (nearly) doubly stochastic.
 

@@ -22,7 +22,7 @@ from lmres.ops import rms_scale
 from lmres.residual.interface import Connection, Cost
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plain(Connection):
     """The plain residual connection; the identity member of the interface.
 
