@@ -1,6 +1,7 @@
 """jax, set up when a command runs and never on import: device, processes, compilation cache."""
 
 import os
+import sys
 from pathlib import Path
 
 from lmres.cli.errors import CommandError
@@ -61,6 +62,10 @@ def _join() -> None:
 
     if jax.distributed.is_initialized():
         return
+    # Gloo, which connects processes on CPUs, prints to stdout, where results go: give it stderr.
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding)
+    os.dup2(2, 1)
     count, index = (os.environ.get(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
     try:
         jax.distributed.initialize(

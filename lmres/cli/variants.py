@@ -7,9 +7,10 @@ from lmres.cli.errors import CommandError
 
 _EXAMPLE = """lmres variants
 lmres variants --depth 24 --width 768 --dtype bfloat16 --json"""
-_LEGEND = """State, bytes moved and FLOPs: of one token's forward pass, summed over the depth, beyond the branches.
-"plain at start": how close the logits are to those of the plain residual with the same weights before training
-(at a norm eps of 1e-12)."""
+_LEGEND = """\
+State, bytes moved and FLOPs: of one token's forward pass, summed over the depth, beyond the branches.
+"plain at start": how close the logits are to those of the plain residual with the same weights before
+training (at a norm eps of 1e-12)."""
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 

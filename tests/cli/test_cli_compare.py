@@ -11,6 +11,7 @@ from lmres.cli import main
 from lmres.experiment.result import ComparisonResult
 from lmres.residual import AppendOnly, Residual
 from lmres.train.metrics import read_metrics
+from lmres.train.preempt import StopSignals
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,20 @@ def test_an_interrupted_run_is_gone_on_with_and_a_diverged_one_reported(lmres, c
     assert "not finite" in (folder / "report.html").read_text()
     again = lmres("compare", comparison, "--folder", folder, "--resume", *bad)
     assert again.code == 3 and again.err.count("is finished") == 2
+
+
+def test_a_comparison_that_is_told_to_stop_goes_on_later(lmres, comparison, tmp_path, monkeypatch):
+    folder = tmp_path / "runs"
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignals, "requested", lambda self, step: "SIGTERM" if step == 3 else None)
+        answer = lmres("compare", comparison, "--folder", folder)
+    assert answer.code == 143 and answer.out == ""
+    assert "stopped by SIGTERM; go on with the same command and --resume" in answer.err
+    assert [p.name for p in folder.iterdir()] == ["plain-seed0"]  # not one run more, and no report
+    answer = lmres("compare", comparison, "--folder", folder, "--resume")
+    assert answer.code == 0 and "resumed from step 3" in answer.err
+    runs = ComparisonResult.from_json((folder / "comparison.json").read_text()).runs
+    assert [run.steps for run in runs] == [[1, 2, 3, 4]] * 2
 
 
 def test_variants_lists_every_member(lmres):
