@@ -30,13 +30,13 @@ def rms_norm(x: Array, gain: Array | None = None, eps: float = 1e-6) -> Array:
 
 
 def normed_projection(x: Array, w: Array, *, centre: bool = False, eps: float = 0.0, floor: float = 0.0) -> Array:
-    """``N(x) @ w`` without ever holding N(x), where ``N(x) = (x - mean) / sqrt(max(mean((x - mean)^2), floor) + eps)``.
+    """``N(x) @ w.T`` without ever holding N(x), where ``N(x) = (x - mean) / sqrt(max(mean((x - mean)^2), floor) + eps)``.
 
     The norm is linear but for one scale (and one mean) per row, so the product is taken first and scaled after; the
     backward pass needs two products and no reduction over D. The product runs in float32 or wider: its results are logits of
     mixing weights.
 
-    x: [..., D]; w: [D, C]; centre: subtract the mean (LayerNorm) or not (RMSNorm). Returns [..., C] in the statistics dtype.
+    x: [..., D]; w: [C, D], the layout in which its gradient is one fast product; centre: subtract the mean (LayerNorm) or not (RMSNorm). Returns [..., C] in the statistics dtype.
     """
     return _normed_projection(x, w.astype(stat_dtype(x)), centre, eps, floor)
 
@@ -58,9 +58,9 @@ def _normed_projection(x, w, centre, eps, floor):
 
 def _project(x, w, centre, eps, floor):
     wide, mean, _, scale = _statistics(x, centre, eps, floor)
-    product = _product("...d,dc->...c", wide, w)
+    product = _product("...d,cd->...c", wide, w)
     if centre:
-        product = product - mean * jnp.sum(w, axis=0)
+        product = product - mean * jnp.sum(w, axis=-1)
     out = product * scale
     return out, (x, w, out)
 
@@ -69,14 +69,13 @@ def _project_backward(centre, eps, floor, residuals, g):
     x, w, out = residuals
     wide, mean, square, scale = _statistics(x, centre, eps, floor)
     scaled = g * scale
-    # [C, D] and then transposed: the tall operand stays as it lies in memory.
-    g_w = _product("...c,...d->cd", scaled, wide).T
+    g_w = _product("...c,...d->cd", scaled, wide)
     through = jnp.sum(out * g, axis=-1, keepdims=True) * scale**2 / x.shape[-1]
     through = jnp.where(square > floor, through, 0.0)  # at the floor the scale is a constant
-    g_x = _product("...c,dc->...d", scaled, w) - through * (wide - mean)
+    g_x = _product("...c,cd->...d", scaled, w) - through * (wide - mean)
     if centre:
-        g_w = g_w - jnp.sum(scaled * mean, axis=tuple(range(g.ndim - 1)))
-        g_x = g_x - _product("...c,c->...", scaled, jnp.mean(w, axis=0))[..., None]
+        g_w = g_w - jnp.sum(scaled * mean, axis=tuple(range(g.ndim - 1)))[:, None]
+        g_x = g_x - _product("...c,c->...", scaled, jnp.mean(w, axis=-1))[..., None]
     return g_x.astype(x.dtype), g_w
 
 

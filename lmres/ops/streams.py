@@ -80,7 +80,9 @@ def _mix(mixing, streams, weights, y):
 def _mix_backward(residuals, g):
     mixing, streams, weights, y = residuals
     g = g.astype(mixing.dtype)
-    g_mixing = _dot("...nd,...md->...nm", streams.astype(g.dtype), g)
+    wide = streams.astype(g.dtype)
+    targets = range(g.shape[-2])  # one product per target: the compiler has no fast form for all at once
+    g_mixing = jnp.stack([_dot("...nd,...d->...n", wide, g[..., t, :]) for t in targets], axis=-1)
     g_weights = _dot("...md,...d->...m", g, y.astype(g.dtype))
     g_streams = _scaled_sum(jnp.swapaxes(mixing, -1, -2), g, -2).astype(streams.dtype)
     g_y = _scaled_sum(weights, g, -1).astype(y.dtype)

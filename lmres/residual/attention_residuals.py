@@ -70,7 +70,7 @@ class AttentionResiduals(AppendOnly):
 
     def keys(self, params_l, value):
         """Logits [R, B, S] of every reader for this entry."""
-        logits = normed_projection(value, self._queries(params_l).T, eps=self.eps)
+        logits = normed_projection(value, self._queries(params_l), eps=self.eps)
         return {"logits": jnp.moveaxis(logits, -1, 0)}
 
     def first_carry(self, e):
@@ -107,7 +107,7 @@ class AttentionResiduals(AppendOnly):
 
     def _running_logit(self, params_l, running, l):
         query = jax.lax.dynamic_index_in_dim(self._queries(params_l), l, 0, keepdims=False)
-        return normed_projection(running, query[:, None], eps=self.eps)[..., 0]
+        return normed_projection(running, query[None], eps=self.eps)[..., 0]
 
     def read(self, params_l, state, l, context=None):
         if context is None:

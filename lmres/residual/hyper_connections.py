@@ -67,7 +67,7 @@ class HyperConnections(Connection):
         }
         if self.dynamic:
             layers |= {
-                "dynamic_alpha_fn": jnp.zeros((depth, width, n + 1)),
+                "dynamic_alpha_fn": jnp.zeros((depth, n + 1, width)),
                 "dynamic_beta_fn": jnp.zeros((depth, width)),
                 "dynamic_alpha_scale": jnp.full((depth,), 0.01),
                 "dynamic_beta_scale": jnp.full((depth,), 0.01),
@@ -84,12 +84,12 @@ class HyperConnections(Connection):
         alpha, beta = params_l["static_alpha"], params_l["static_beta"]
         if not self.dynamic:
             return alpha, beta
-        columns = jnp.concatenate([params_l["dynamic_alpha_fn"], params_l["dynamic_beta_fn"][:, None]], axis=-1)
+        rows = jnp.concatenate([params_l["dynamic_alpha_fn"], params_l["dynamic_beta_fn"][None]])
         if self.norm == "layer":
-            moving = normed_projection(streams, columns, centre=True, eps=self.eps)
+            moving = normed_projection(streams, rows, centre=True, eps=self.eps)
         else:
-            columns = (1.0 + params_l["gamma"])[:, None] * columns
-            moving = normed_projection(streams, columns, floor=1e-24 / streams.shape[-1])
+            rows = rows * (1.0 + params_l["gamma"])
+            moving = normed_projection(streams, rows, floor=1e-24 / streams.shape[-1])
         if self.tanh:
             moving = jnp.tanh(moving)
         return (

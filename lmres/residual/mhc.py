@@ -68,7 +68,7 @@ class MHC(Connection):
         one_hot = jnp.eye(n)[jnp.arange(depth) % n]
         off_diagonal = jnp.broadcast_to(-8.0 * (1.0 - jnp.eye(n)).reshape(-1), (depth, n * n))
         layers = {
-            "phi": jnp.zeros((depth, n * width, n * (n + 2))),
+            "phi": jnp.zeros((depth, n * (n + 2), n * width)),
             "alpha": jnp.full((depth, 3), 0.01),
             "bias": jnp.concatenate([2.0 * one_hot - 1.0, jnp.zeros((depth, n)), off_diagonal], axis=-1),
         }
@@ -77,7 +77,7 @@ class MHC(Connection):
         shared = {}
         if self.readout == "head":
             shared = {
-                "head_phi": jnp.zeros((n * width, n)),
+                "head_phi": jnp.zeros((n, n * width)),
                 "head_alpha": jnp.full((), 0.01),
                 "head_bias": jnp.zeros((n,)),
             }
@@ -95,7 +95,7 @@ class MHC(Connection):
     def _weights(self, params_l, streams):
         """(pre [B, S, n], post [B, S, n], comb [B, S, n, n])."""
         n = self.streams
-        phi = params_l["phi"] * params_l["gain"][:, None] if self.norm_gain else params_l["phi"]
+        phi = params_l["phi"] * params_l["gain"] if self.norm_gain else params_l["phi"]
         alpha = jnp.repeat(params_l["alpha"], jnp.array([n, n, n * n]), total_repeat_length=n * (n + 2))
         logits = alpha * self._project(phi, streams) + params_l["bias"]
         pre = jax.nn.sigmoid(logits[..., :n]) + self.eps

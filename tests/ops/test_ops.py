@@ -132,10 +132,10 @@ def test_stream_mixes(shared):
 @pytest.mark.parametrize("centre, eps, floor", [(False, 1e-3, 0.0), (True, 1e-3, 0.0), (False, 0.0, 1e-9), (True, 1e-5, 2.0)])
 def test_normed_projection(centre, eps, floor):
     rng = np.random.default_rng(0)
-    x, w = rng.normal(0.5, 1, (B, S, D)), rng.normal(size=(D, N))
+    x, w = rng.normal(0.5, 1, (B, S, D)), rng.normal(size=(N, D))
     c = x - x.mean(-1, keepdims=True) if centre else x
     normed = c / np.sqrt(np.maximum((c**2).mean(-1, keepdims=True), floor) + eps)
-    np.testing.assert_allclose(normed_projection(x, w, centre=centre, eps=eps, floor=floor), normed @ w, atol=1e-13)
+    np.testing.assert_allclose(normed_projection(x, w, centre=centre, eps=eps, floor=floor), normed @ w.T, atol=1e-13)
     check_gradients(lambda x, w: normed_projection(x, w, centre=centre, eps=eps, floor=floor), x, w)
 
 

@@ -62,10 +62,9 @@ def adapt(case, arrays):
         )
         names = [("phi", "fn{l}"), ("alpha", "scale{l}"), ("bias", "base{l}")] + [("gain", "norm_gain{l}")] * hyper["norm_gain"]
         layers = per_layer(arrays, hyper["n_sublayers"], *names)
-        layers["phi"] = layers["phi"].swapaxes(1, 2)
         if hyper["readout"] == "head":
             shared = {
-                "head_phi": arrays["param.head_fn"].T,
+                "head_phi": arrays["param.head_fn"],
                 "head_alpha": arrays["param.head_scale"][0],
                 "head_bias": arrays["param.head_base"],
             }
@@ -80,6 +79,8 @@ def adapt(case, arrays):
             names += ["gamma"] * rms
         layers = per_layer(arrays, hyper["n_sublayers"], *[(n, "l{l}." + n) for n in names])
         layers = {n: v.reshape(v.shape[0]) if n.endswith("scale") else v for n, v in layers.items()}
+        if hyper["dynamic"]:
+            layers["dynamic_alpha_fn"] = layers["dynamic_alpha_fn"].swapaxes(1, 2)
     return spec, {"layers": layers, "shared": shared}
 
 
