@@ -29,7 +29,9 @@ def add(commands) -> None:
     command.add_argument(
         "--rounds", type=int, default=7, metavar="N", help="timed steps of each (%(default)s)"
     )
-    command.add_argument("--output", metavar="FILE.json", help="also write the result here")
+    command.add_argument(
+        "--output", metavar="FILE.json", default="runs/bench.json", help="where the result goes (%(default)s)"
+    )
     add_device(command)
 
 
@@ -42,7 +44,7 @@ def run(args) -> int:
     from lmres.cli.output import print_json, print_table, write_json
     from lmres.config import check_config
     from lmres.experiment.bench import bench
-    from lmres.experiment.compare import machine, versions
+    from lmres.experiment.machine import machine, versions
     from lmres.train.progress import Reporter
 
     words = [*args.overrides]
@@ -74,9 +76,8 @@ def run(args) -> int:
         "rounds": args.rounds,
         "rows": rows,
     }
-    if args.output:
-        write_json(found, Path(args.output))
-        reporter.line(f"written to {args.output}")
+    write_json(found, Path(args.output))
+    reporter.line(f"written to {args.output}")
     if args.json:
         print_json(found)
         return OK

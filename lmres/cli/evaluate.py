@@ -36,7 +36,7 @@ def run(args) -> int:
     from lmres.train.evaluate import Evaluator
     from lmres.train.feed import Feed, eval_batch_size
     from lmres.train.progress import Reporter
-    from lmres.train.run import _data_progress
+    from lmres.train.run import data_progress
     from lmres.train.session import build_model, describe_devices
     from lmres.train.state import abstract_params
     from lmres.train.step import jit_eval_step
@@ -56,7 +56,7 @@ def run(args) -> int:
         config.model.context,
         1,
         vocab_size=config.model.vocab_size,
-        progress=_data_progress(reporter),
+        progress=data_progress(reporter),
     )
     model = build_model(config.model, config.residual, splits, mesh)
     like = abstract_params(model)

@@ -50,15 +50,42 @@ class BenchRow:
 
 
 @dataclasses.dataclass
-class _Candidate:
+class Timed:
+    """A compiled train step with a state of its own, and the seconds of each of its timed steps."""
+
     name: str
-    step: Any
+    step: Callable[[Any, Any], tuple[Any, Any]]
     state: Any
+    batch: Callable[[int], Any]  # of a round
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Candidate:
+    timed: Timed
     lower_seconds: float
     compile_seconds: float
     memory: Any
     flops: float | None
-    seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+def time_in_turns(candidates: Sequence[Timed], rounds: int, tell: Callable[[str, float], None]) -> None:
+    """Fills ``seconds``: in each round every candidate makes one step, the order rotated; one round before is not counted.
+
+    tell: called with (what, fraction done).
+    """
+    total, done = len(candidates) * (rounds + 1), 0
+    for round_ in range(-1, rounds):
+        for k in range(len(candidates)):
+            one = candidates[(k + round_) % len(candidates)]
+            tell(f"timing {one.name}", done / total)
+            batch = one.batch(round_ + 1)
+            start = time.perf_counter()
+            one.state, metrics = one.step(one.state, batch)
+            jax.block_until_ready((one.state, metrics))
+            if round_ >= 0:
+                one.seconds.append(time.perf_counter() - start)
+            done += 1
 
 
 def compile_step(model_config: ModelConfig, connection: Connection, batch_size: int, mesh=None):
@@ -73,19 +100,21 @@ def compile_step(model_config: ModelConfig, connection: Connection, batch_size: 
     target = abstract_state(model, optimizer, mesh)
     step = jit_train_step(train_step_function(model, optimizer, schedule), target, mesh)
     start = time.perf_counter()
-    lowered = step.lower(target, _batch_like(batch_size, model_config.context))
+    lowered = step.lower(target, batch_like(batch_size, model_config.context))
     lowered_at = time.perf_counter()
     compiled = lowered.compile()
     return compiled, target, (model, optimizer, mesh), lowered_at - start, time.perf_counter() - lowered_at
 
 
-def _batch_like(batch_size: int, context: int) -> dict[str, jax.ShapeDtypeStruct]:
+def batch_like(batch_size: int, context: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch's shapes and dtypes."""
     ids = jax.ShapeDtypeStruct((batch_size, context), jnp.int32)
     weights = jax.ShapeDtypeStruct((batch_size, context), jnp.float32)
     return {"inputs": ids, "targets": ids, "segment_ids": ids, "positions": ids, "weights": weights}
 
 
-def _random_batch(batch_size: int, context: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+def random_batch(batch_size: int, context: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+    """A batch of random tokens, one document per row."""
     tokens = np.random.default_rng(seed).integers(0, vocab_size, (batch_size, context + 1), dtype=np.int32)
     shape = (batch_size, context)
     return {
@@ -119,55 +148,48 @@ def bench(
         raise ValueError(f"bench needs at least one round, got {rounds}")
     variants = [Plain(), *[v for v in variants if v != Plain()]]
     tell = progress or (lambda what, done: None)
-    total, done = len(variants) * (rounds + 2), 0
     candidates = []
-    for connection in variants:
-        tell(f"compiling {connection.name}", done / total)
+    for number, connection in enumerate(variants):
+        # Compiling and timing take about the same time each.
+        tell(f"compiling {connection.name}", 0.5 * number / len(variants))
         compiled, _, (model, optimizer, mesh), lower, compile_ = compile_step(model_config, connection, batch_size)
-        costs = compiled.cost_analysis() or {}
-        candidates.append(
-            _Candidate(
-                connection.name, compiled, init_state(model, optimizer, mesh, 0), lower, compile_,
-                compiled.memory_analysis(), costs.get("flops"),
-            )
+        timed = Timed(
+            connection.name,
+            compiled,
+            init_state(model, optimizer, mesh, 0),
+            lambda seed: random_batch(batch_size, model_config.context, model_config.vocab_size, seed),
         )
-        done += 1
-    for round_ in range(-1, rounds):
-        batch = _random_batch(batch_size, model_config.context, model_config.vocab_size, round_ + 1)
-        for k in range(len(candidates)):
-            candidate = candidates[(k + round_) % len(candidates)]
-            tell(f"timing {candidate.name}", done / total)
-            start = time.perf_counter()
-            candidate.state, metrics = candidate.step(candidate.state, batch)
-            jax.block_until_ready((candidate.state, metrics))
-            if round_ >= 0:
-                candidate.seconds.append(time.perf_counter() - start)
-            done += 1
+        flops = (compiled.cost_analysis() or {}).get("flops")
+        candidates.append(_Candidate(timed, lower, compile_, compiled.memory_analysis(), flops))
+    time_in_turns([c.timed for c in candidates], rounds, lambda what, done: tell(what, 0.5 + 0.5 * done))
     return [_row(c, candidates[0], batch_size * model_config.context) for c in candidates]
 
 
 def _row(candidate: _Candidate, plain: _Candidate, tokens: int) -> BenchRow:
     memory, base = candidate.memory, plain.memory
-    seconds = statistics.median(candidate.seconds)
-    params = candidate.state["params"]
+    seconds = statistics.median(candidate.timed.seconds)
+    params = candidate.timed.state["params"]
     return BenchRow(
-        name=candidate.name,
+        name=candidate.timed.name,
         parameters=count(params),
         connection_parameters=count(params["stack"]["connection"]),
         step_seconds=seconds,
-        ratio=statistics.median(a / b for a, b in zip(candidate.seconds, plain.seconds, strict=True)),
+        ratio=statistics.median(
+            a / b for a, b in zip(candidate.timed.seconds, plain.timed.seconds, strict=True)
+        ),
         tokens_per_second=tokens / seconds,
         compile_seconds=candidate.compile_seconds,
         lower_seconds=candidate.lower_seconds,
         temp_bytes=memory.temp_size_in_bytes,
         temp_ratio=memory.temp_size_in_bytes / base.temp_size_in_bytes,
-        peak_bytes=_peak(memory),
-        peak_ratio=_peak(memory) / _peak(base),
+        peak_bytes=peak_bytes(memory),
+        peak_ratio=peak_bytes(memory) / peak_bytes(base),
         flops=candidate.flops,
     )
 
 
-def _peak(memory: Any) -> int:
+def peak_bytes(memory: Any) -> int:
+    """Bytes of one device by a ``memory_analysis``: arguments, outputs and temporaries, less what is donated."""
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes

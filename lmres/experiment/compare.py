@@ -11,21 +11,20 @@ others go on.
 import dataclasses
 import datetime
 import math
-import os
-import platform
+import statistics
 from collections.abc import Callable, Iterator
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from lmres import __version__
 from lmres.analysis import MixingResult, model_mixing
 from lmres.config import CompareConfig, ConfigError, RunConfig, describe_structure, resumable_changes, to_dict
 from lmres.config import from_dict as config_from_dict
-from lmres.experiment.bench import _batch_like, _peak
+from lmres.experiment.bench import Timed, batch_like, peak_bytes, random_batch, time_in_turns
+from lmres.experiment.machine import machine, versions
 from lmres.experiment.report import write_report
 from lmres.experiment.result import ComparisonResult, RunResult
 from lmres.train.checkpoint import Checkpoints, FolderInUse
@@ -35,12 +34,13 @@ from lmres.train.metrics import read_metrics
 from lmres.train.progress import Reporter
 from lmres.train.run import CHECKPOINTS, train_run
 from lmres.train.session import Session, build_session
-from lmres.train.state import count
+from lmres.train.state import count, init_state
 from lmres.train.step import jit_train_step, train_step_function
 
 Mode = Literal["new", "resume", "overwrite"]
 REPORT, RESULTS, RUN = "report.html", "comparison.json", "run.json"
 _ROWS, _TOKENS = 4, 256  # of the batch whose depth mixing is pictured
+_ROUNDS = 7  # steps of each variant when they are timed in turns
 _UNIGRAM = "unigram entropy of the validation text"
 _SAMPLE = 1 << 26  # bytes of the validation text that the unigram entropy is taken from, at most
 
@@ -90,6 +90,8 @@ def compare(
         results.append(one)
         _write(where / RUN, one)
     session = last or _session(next(iter(plan.values()))[1])
+    if jax.default_backend() == "cpu" and jax.process_count() == 1:
+        results = _timed_in_turns(results, runs, tell)
     result = ComparisonResult(
         title=title,
         runs=results,
@@ -198,7 +200,7 @@ def _run(name: str, config: RunConfig, where: Path, mode: Mode) -> tuple[RunResu
         **curves,
         params=count(params),
         connection_params=count(params["stack"]["connection"]),
-        peak_memory_bytes=_step_memory(session, config),
+        peak_memory_bytes=_step_memory(session),
         mixing=None if result is None else _mixing(session, result.state["params"]),
         config=to_dict(config),
         notes=notes,
@@ -243,8 +245,8 @@ def _curves(lines: list[dict[str, Any]], result: TrainResult | None) -> dict[str
     }
 
 
-def _step_memory(session: Session, config: RunConfig) -> int | None:
-    """Bytes of one device in a train step, by the compiler; None where it does not say."""
+def _compiled_step(session: Session) -> Any:
+    """The train step, compiled ahead; found in the compilation cache when the session was trained."""
     train = session.train
     step = train_step_function(
         session.model, session.optimizer, session.schedule,
@@ -256,9 +258,43 @@ def _step_memory(session: Session, config: RunConfig) -> int | None:
         return step(state, batch)
 
     jitted = jit_train_step(counted, session.state_like, session.mesh)
-    like = _batch_like(train.batch_size, session.model.config.context)
-    memory = jitted.lower(session.state_like, like).compile().memory_analysis()
-    return None if memory is None else _peak(memory)
+    like = batch_like(train.batch_size, session.model.config.context)
+    return jitted.lower(session.state_like, like).compile()
+
+
+def _step_memory(session: Session) -> int | None:
+    """Bytes of one device in a train step, by the compiler; None where it does not say."""
+    memory = _compiled_step(session).memory_analysis()
+    return None if memory is None else peak_bytes(memory)
+
+
+def _timed_in_turns(
+    results: list[RunResult], runs: dict[str, RunConfig], tell: Callable[[str], None]
+) -> list[RunResult]:
+    """The results with speeds taken step by step in turns, as medians, instead of each run's own.
+
+    For CPUs only. The speed of a shared machine drifts by a factor of two within minutes, so that runs trained one after the
+    other cannot be compared; accelerators keep theirs, and may not hold all states at once.
+    """
+    timed = []
+    for name, config in runs.items():
+        session = _session(config)
+        model, rows = session.model.config, config.train.batch_size
+        state = init_state(session.model, session.optimizer, session.mesh, 0)
+        draw = partial(random_batch, rows, model.context, model.vocab_size)
+        timed.append((Timed(name, _compiled_step(session), state, draw), rows * model.context))
+    tell(f"timing the steps of {len(timed)} variants in turns, {_ROUNDS} each")
+    time_in_turns([one for one, _ in timed], _ROUNDS, lambda what, done: None)
+    step = {one.name: statistics.median(one.seconds) for one, _ in timed}
+    tokens = {one.name: count for one, count in timed}
+    return [
+        dataclasses.replace(
+            run,
+            tokens_per_second=tokens[run.name] / step[run.name],
+            seconds=[(number - 1) * step[run.name] for number in run.steps],
+        )
+        for run in results
+    ]
 
 
 def _mixing(session: Session, params: Any) -> MixingResult:
@@ -315,23 +351,3 @@ def _data(session: Session) -> dict[str, str]:
         told[name] = f"{split.documents:,} documents, {split.tokens:,} tokens{size}"
     entropy = unigram_entropy(session)
     return told if entropy is None else told | {_UNIGRAM: f"{entropy:.4f} bits per byte"}
-
-
-def machine(devices: list[Any]) -> dict[str, str]:
-    """What ran it."""
-    return {
-        "devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
-        "processes": f"{jax.process_count()}",
-        "cpus": f"{os.cpu_count()} ({platform.machine()})",
-        "system": platform.platform(),
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that numbers depend on."""
-    names = ("jax", "jaxlib", "flax", "optax", "numpy")
-    return {
-        "lmres": __version__,
-        "python": platform.python_version(),
-        **{n: metadata.version(n) for n in names},
-    }

@@ -74,7 +74,7 @@ class Row:
             (counted(self.params), ratio(self.params_ratio)),
             (counted(self.connection_params), share),
             (number(self.tokens_per_second, "{:,.0f}"), ratio(self.tokens_per_second_ratio)),
-            (number(self.peak_memory_bytes / 2**30, "{:,.2f} GiB"), ratio(self.peak_memory_ratio)),
+            (number(self.peak_memory_bytes / 2**20, "{:,.1f} MiB"), ratio(self.peak_memory_ratio)),
         ]
 
 

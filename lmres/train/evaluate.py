@@ -16,8 +16,9 @@ from lmres.train.loss import LossSums
 class Evaluator:
     """Evaluates parameters on a split; compiled once.
 
-    Sums are kept on the device until the end, so the host does not wait between batches. They are sums over real tokens:
-    the result does not depend on the evaluation's batch size.
+    The host makes a batch while the device works on the one before, and no more than that: batches queued without
+    limit fill the device's memory, and collectives of simulated devices were seen to hang behind them. The sums are over
+    real tokens, so the result does not depend on the evaluation's batch size.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Evaluator:
         """{"valid_loss" (nats per token), "valid_bpb" (bits per UTF-8 byte, if bytes are known), "valid_tokens"}."""
         total = None
         for batch in self._feed.evaluation(self._max):
+            jax.block_until_ready(total)
             sums = self._step(params, batch)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         nats, _, tokens = (float(np.asarray(x)) for x in total)

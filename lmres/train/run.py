@@ -60,7 +60,7 @@ def train_run(
     reporter = reporter or Reporter(quiet=jax.process_index() != 0, log_every=train.log_every)
     session = build_session(
         model=model, residual=residual, data=data, optimizer=optimizer, schedule=schedule, train=train, mesh=mesh,
-        devices=devices, progress=_data_progress(reporter),
+        devices=devices, progress=data_progress(reporter),
     )  # fmt: skip
     shape = architecture(
         dataclasses.asdict(session.model.config), dataclasses.asdict(residual), session.state_like["params"]
@@ -77,7 +77,12 @@ def train_run(
         writer = stack.enter_context(
             MetricWriter(folder, log, resume=start, config=stored_config, name=name)
         )
-        meta = {"config": stored_config, "architecture": shape}
+        meta = {
+            "config": stored_config,
+            "architecture": shape,
+            "tokenizer": session.splits.info.tokenizer,
+            "device": describe_devices(session.mesh),
+        }
         loop = Loop(session, writer, checkpoints, meta, reporter, folder, optimizer.learning_rate)
         if start >= train.steps:
             reporter.line(f"{folder} is finished at step {start}; raise train.steps={train.steps} to train on")
@@ -118,7 +123,7 @@ def _describe(session: Session, optimizer_kind: str, reporter: Reporter) -> None
         reporter.line(f"  {row['role']}: {row['parameters']:,} parameters in {row['arrays']} arrays, {row['rule']}, {decay}")
 
 
-def _data_progress(reporter: Reporter):
+def data_progress(reporter: Reporter):
     """Prints how far the preparation of the data is, at every tenth."""
     told = {}
 

@@ -146,7 +146,7 @@ def test_the_report_has_every_name_and_number():
     text = " ".join(Page(render_report(result)).text)
     for said in (
         "A comparison", "plain", "streams", "hc-dynamic-4", "1.5300 ± 0.0424", "1.4200 ± 0.0283", "−0.1100 ± 0.0141",
-        "1.00 M", "1.20 M", "×1.20", "200 k", "17 %", "2,000", "1,500", "×0.75", "1.00 GiB", "1.50 GiB", "×1.50",
+        "1.00 M", "1.20 M", "×1.20", "200 k", "17 %", "2,000", "1,500", "×0.75", "1,024.0 MiB", "1,536.0 MiB", "×1.50",
         "u = A' H", "arXiv:0000.00000", "3.4e-07", "residual.kind", "2026-01-02", "some text", "2 x CPU", "9.9.9",
         "a spike near step 3", "2 seeds", "Lowest validation: streams, 1.4200", "1.000 ± 0.125",
     ):  # fmt: skip
