@@ -46,7 +46,7 @@ def randomised(params, seed=0, size=0.05):
     )
 
 
-def draw(model, seed=0, scale=1.0):
+def draw(model, seed=0):
     """Parameters of ``model`` drawn with numpy, none of them at its start; saves compiling the real initialisation."""
     shapes = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["params"], jax.random.key(0))
     rng = np.random.default_rng(seed)
@@ -54,7 +54,8 @@ def draw(model, seed=0, scale=1.0):
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         centre = 1.0 if name.endswith("gain") or name.endswith("static_beta") else 0.0
-        fan_in = leaf.shape[-2] if leaf.ndim > 2 and "connection" not in name else 16
-        return (centre + rng.normal(0, scale * fan_in**-0.5, leaf.shape)).astype(np.float32)
+        matrix = leaf.ndim > 2 and "connection" not in name
+        size = leaf.shape[-2] ** -0.5 if matrix else 0.05
+        return jnp.asarray(centre + rng.normal(0, size, leaf.shape), jnp.float32)
 
     return jax.tree_util.tree_map_with_path(one, shapes)

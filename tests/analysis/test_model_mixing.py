@@ -197,7 +197,7 @@ def test_hyper_connections_composite_formula(dynamic, x64):
         if dynamic:
             normed = streams - streams.mean(-1, keepdims=True)
             normed = normed / np.sqrt(normed.var(-1, keepdims=True) + 1e-5)
-            alpha = alpha + p["dynamic_alpha_scale"][l] * np.tanh(normed @ p["dynamic_alpha_fn"][l])
+            alpha = alpha + p["dynamic_alpha_scale"][l] * np.tanh(normed @ p["dynamic_alpha_fn"][l].T)
             beta = beta + p["dynamic_beta_scale"][l] * np.tanh(normed @ p["dynamic_beta_fn"][l])
         reads.append(alpha[..., 0]), mixes.append(np.swapaxes(alpha[..., 1:], -1, -2)), writes.append(beta)
         streams = mixes[-1] @ streams + beta[..., None] * np.asarray(record.outputs[l])[:, :, None]
