@@ -1,8 +1,8 @@
 """Where every array lives on a mesh: parameter path -> logical axes -> mesh axes.
 
 The only file that knows mesh axis names. Two tables: ``LOGICAL`` (what the axes of a parameter mean, by the end of its
-path) and ``MESH`` (which mesh axes a logical axis is split over). Both are checked against the real shapes and the real mesh
-before anything is compiled, so a size that does not divide is reported with the config key to change.
+path) and ``MESH`` (which mesh axes a logical axis is split over). Both are checked against the real shapes and the
+real mesh before anything is compiled, so a size that does not divide is reported with the config key to change.
 
 May import: jax only. Used by train, generate and the command line; the model gets a ``constrain`` function handed in.
 """

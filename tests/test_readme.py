@@ -23,7 +23,7 @@ def section(title):
 def test_python_examples_run_in_order():
     space = {}
     for code in blocks("python"):
-        exec(compile(code, "README.md", "exec"), space)  # noqa: S102 - our own examples
+        exec(compile(code, "README.md", "exec"), space)
     mine = space["EmbeddingSkip"]()
     params = mine.init(None, 6, 32)
     params["layers"]["share"] = params["layers"]["share"] + 0.25

@@ -62,7 +62,7 @@ def test_collisions_are_found(monkeypatch):
 
 @pytest.mark.parametrize("connection", KINDS, ids=name)
 def test_train_step_lowers_for_a_pod_that_is_not_here(connection):
-    """Contract: an abstract mesh of 64 devices, lowered for TPU; states and parameters divide, shardings are consistent."""
+    """Contract: an abstract mesh of 64 devices, lowered for TPU; states and parameters divide, shardings agree."""
     mesh = AbstractMesh((8, 4, 2), AXES, axis_types=(AxisType.Auto,) * 3)
     model = Transformer(CONFIG, connection, constrainer(mesh))
     schedule = make_schedule(ScheduleConfig(), 100)

@@ -42,7 +42,10 @@ def randomised(params, seed=0, size=0.05):
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return tree.unflatten(
-        [p + size * jax.random.normal(k, p.shape, jnp.promote_types(p.dtype, jnp.float32)) for p, k in zip(leaves, keys)]
+        [
+            p + size * jax.random.normal(k, p.shape, jnp.promote_types(p.dtype, jnp.float32))
+            for p, k in zip(leaves, keys)
+        ]
     )
 
 

@@ -1,8 +1,9 @@
 """Step time, memory and compile time of connections, each beside the plain residual.
 
-Times are taken in rounds: in each round every variant makes one step, in an order that is rotated from round to round, and the
-ratio to plain is taken within the round. The reported figures are medians over rounds, so a machine whose speed drifts moves
-all of them together. Memory and FLOPs are the compiler's own (``memory_analysis``, ``cost_analysis``).
+Times are taken in rounds: in each round every variant makes one step, in an order that is rotated from round to round,
+and the ratio to plain is taken within the round. The reported figures are medians over rounds, so a machine whose
+speed drifts moves all of them together. Memory and FLOPs are the compiler's own (``memory_analysis``,
+``cost_analysis``).
 """
 
 import dataclasses
@@ -30,7 +31,8 @@ class BenchRow:
     """One variant.
 
     step_seconds: median of one train step. ratio: median over rounds of this step's time to plain's in the same round.
-    compile_seconds, lower_seconds: of the step. temp_bytes: the compiler's temporaries per device. peak_bytes: arguments,
+    compile_seconds, lower_seconds: of the step. temp_bytes: the compiler's temporaries per device. peak_bytes:
+    arguments,
     outputs and temporaries, less what is donated. flops: of one step, by the compiler, or None where it does not say.
     """
 
@@ -70,7 +72,8 @@ class _Candidate:
 
 
 def time_in_turns(candidates: Sequence[Timed], rounds: int, tell: Callable[[str, float], None]) -> None:
-    """Fills ``seconds``: in each round every candidate makes one step, the order rotated; one round before is not counted.
+    """Fills ``seconds``: in each round every candidate makes one step, the order rotated; one round before is not
+    counted.
 
     tell: called with (what, fraction done).
     """
@@ -174,9 +177,7 @@ def _row(candidate: _Candidate, plain: _Candidate, tokens: int) -> BenchRow:
         parameters=count(params),
         connection_parameters=count(params["stack"]["connection"]),
         step_seconds=seconds,
-        ratio=statistics.median(
-            a / b for a, b in zip(candidate.timed.seconds, plain.timed.seconds, strict=True)
-        ),
+        ratio=statistics.median(a / b for a, b in zip(candidate.timed.seconds, plain.timed.seconds, strict=True)),
         tokens_per_second=tokens / seconds,
         compile_seconds=candidate.compile_seconds,
         lower_seconds=candidate.lower_seconds,

@@ -273,8 +273,8 @@ def _timed_in_turns(
 ) -> list[RunResult]:
     """The results with speeds taken step by step in turns, as medians, instead of each run's own.
 
-    For CPUs only. The speed of a shared machine drifts by a factor of two within minutes, so that runs trained one after the
-    other cannot be compared; accelerators keep theirs, and may not hold all states at once.
+    For CPUs only. The speed of a shared machine drifts by a factor of two within minutes, so that runs trained one
+    after the other cannot be compared; accelerators keep theirs, and may not hold all states at once.
     """
     timed = []
     for name, config in runs.items():

@@ -1,6 +1,7 @@
 """model: the decoder-only transformer.
 
-``config`` its sizes, ``layers`` the two branches (attention, MLP) and their parts, ``transformer`` the whole. It knows the
+``config`` its sizes, ``layers`` the two branches (attention, MLP) and their parts, ``transformer`` the whole. It knows
+the
 residual connection only through its interface, and nothing of meshes: shardings come in as a ``constrain`` function.
 
 May import: ops, residual, jax, flax.

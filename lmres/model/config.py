@@ -81,7 +81,8 @@ class ModelConfig:
                 raise ValueError(f"model.{key}={getattr(self, key)} must be at least 1")
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(
-                f"model.width={self.width} is not a multiple of model.heads={self.heads}; set model.head_dim or change one"
+                f"model.width={self.width} is not a multiple of model.heads={self.heads}; "
+                "set model.head_dim or change one"
             )
         if self.kv < 1 or self.heads % self.kv:
             raise ValueError(f"model.heads={self.heads} must be a multiple of model.kv_heads={self.kv}")

@@ -1,6 +1,7 @@
 """The branches of a block: attention and MLP, each with its own norms, and the parts they are made of.
 
-Legend: B batch, S query positions, T readable positions, D width, H query heads, G key/value heads, K head size, F hidden.
+Legend: B batch, S query positions, T readable positions, D width, H query heads, G key/value heads, K head size, F
+hidden.
 """
 
 from typing import Any, NamedTuple
@@ -50,8 +51,8 @@ def rotate(x: Array, position: Array, base: float) -> Array:
 def attend(query: Array, reads: tuple[KeyValues, ...], masks: tuple[Array | None, ...], implementation: str) -> Array:
     """Softmax attention of ``query`` [B, S, H, K] over everything it may read, as one joint softmax.
 
-    reads: sources, each [B, T_i, G, K]. masks: one per source, [B, 1, S, T_i] bool; a single source may have None, which is
-    plain causal. Returns [B, S, H, K].
+    reads: sources, each [B, T_i, G, K]. masks: one per source, [B, 1, S, T_i] bool; a single source may have None,
+    which is plain causal. Returns [B, S, H, K].
     """
     if any(mask is None for mask in masks) and len(reads) > 1:
         raise ValueError("attention over several sources needs a mask for each of them")
@@ -91,8 +92,8 @@ def _implementation(query: Array, key: Array, asked: str) -> str | None:
 
 
 def fan_in(std: float | None, axes: int = 1, scale: float = 1.0):
-    """Normal initialiser with standard deviation ``scale / sqrt(fan-in)``; the fan-in is the product of the first ``axes``
-    axes. A given ``std`` takes the place of ``1 / sqrt(fan-in)``."""
+    """Normal initialiser with standard deviation ``scale / sqrt(fan-in)``; the fan-in is the product of the first
+    ``axes`` axes. A given ``std`` takes the place of ``1 / sqrt(fan-in)``."""
 
     def init(key, shape):
         size = 1

@@ -1,10 +1,11 @@
 """Reading a history over depth: the softmax that gives the weights, weighted sums of slots, and their backward.
 
-A history holds M slots, of which a reader uses some: ``Span`` says which, and may be traced. Two ways to walk over them:
+A history holds M slots, of which a reader uses some: ``Span`` says which, and may be traced. Two ways to walk
+over them:
 
 - on CPUs a loop over exactly these slots, one [B, S, D] tensor at a time, which stays in cache;
-- elsewhere one fused pass over all slots, the others at weight zero: a loop whose length is only known at run time would
-  make the host wait on a GPU.
+- elsewhere one fused pass over all slots, the others at weight zero: a loop whose length is only known at run time
+  would make the host wait on a GPU.
 """
 
 from typing import NamedTuple
@@ -36,7 +37,8 @@ def depth_softmax(logits: Array, valid: Array) -> Array:
 def weighted_sum(weights: Array, slots: Array, span: Span | None = None) -> Array:
     """``sum_m weights[m] * slots[m]``, accumulated in the statistics dtype.
 
-    weights: [M] (the same for every token) or [M, B, S], zero outside ``span``; slots: [M, B, S, D]; span: None for all.
+    weights: [M] (the same for every token) or [M, B, S], zero outside ``span``; slots: [M, B, S, D]; span: None for
+    all.
     Returns [B, S, D] in the dtype of ``slots``.
     """
     return _weighted_sum(weights.astype(stat_dtype(slots)), slots, span or Span(0, 1, slots.shape[0]))

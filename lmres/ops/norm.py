@@ -30,13 +30,15 @@ def rms_norm(x: Array, gain: Array | None = None, eps: float = 1e-6) -> Array:
 
 
 def normed_projection(x: Array, w: Array, *, centre: bool = False, eps: float = 0.0, floor: float = 0.0) -> Array:
-    """``N(x) @ w.T`` without ever holding N(x), where ``N(x) = (x - mean) / sqrt(max(mean((x - mean)^2), floor) + eps)``.
+    """``N(x) @ w.T`` without ever holding N(x), where ``N(x) = (x - mean) / sqrt(max(mean((x - mean)^2), floor) +
+    eps)``.
 
     The norm is linear but for one scale (and one mean) per row, so the product is taken first and scaled after; the
-    backward pass needs two products and no reduction over D. The product runs in float32 or wider: its results are logits of
-    mixing weights.
+    backward pass needs two products and no reduction over D. The product runs in float32 or wider: its results are
+    logits of mixing weights.
 
-    x: [..., D]; w: [C, D], the layout in which its gradient is one fast product; centre: subtract the mean (LayerNorm) or not (RMSNorm). Returns [..., C] in the statistics dtype.
+    x: [..., D]; w: [C, D], the layout in which its gradient is one fast product; centre: subtract the mean (LayerNorm)
+    or not (RMSNorm). Returns [..., C] in the statistics dtype.
     """
     return _normed_projection(x, w.astype(stat_dtype(x)), centre, eps, floor)
 

@@ -104,9 +104,7 @@ def _backward(rule, z, g):
 _sinkhorn.defvjp(_forward, _backward)
 
 
-def sinkhorn(
-    logits: Array, iters: int = 20, *, first: int = 0, eps: float = 0.0, floor: float = 0.0
-) -> Array:
+def sinkhorn(logits: Array, iters: int = 20, *, first: int = 0, eps: float = 0.0, floor: float = 0.0) -> Array:
     """``iters`` Sinkhorn iterations of ``exp(logits)``, in float32 (float64 for float64 logits).
 
     Args:

@@ -1,7 +1,7 @@
 """Mixes of n residual streams: sums over streams that compile to one fused pass, with hand-chosen backward passes.
 
-n is 2 to 8, so a batched matrix product of [n, n] by [n, D] per token would be all overhead. The cotangents of the weights are
-contractions over D; written as products they are several times faster than the reductions that automatic
+n is 2 to 8, so a batched matrix product of [n, n] by [n, D] per token would be all overhead. The cotangents of the
+weights are contractions over D; written as products they are several times faster than the reductions that automatic
 differentiation of the sums would give.
 """
 
@@ -34,8 +34,8 @@ def mix_streams(mixing: Array, streams: Array, weights: Array, y: Array) -> Arra
 
 
 def _scaled_sum(weights: Array, streams: Array, axis: int) -> Array:
-    """``sum_s weights[s] * streams[s]`` over axis -2 of ``streams``; s is axis ``axis`` of ``weights``, whose other trailing
-    axis, if it has one, becomes axis -2 of the result."""
+    """``sum_s weights[s] * streams[s]`` over axis -2 of ``streams``; s is axis ``axis`` of ``weights``, whose other
+    trailing axis, if it has one, becomes axis -2 of the result."""
     wide = weights.dtype
     total = None
     for s in range(streams.shape[-2]):

@@ -112,8 +112,8 @@ def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
     _, keys_vjp = jax.vjp(connection.keys, params_l, value)
     g_params, g_value = keys_vjp({name: g for name, g in g_entry.items() if name != "value"})
     g_carry, g_y = emit_vjp((g_entry["value"] + g_value, g_carry))
-    # The reads below add to g_slots in place; everything taken out of it must have been computed by then, or the compiler
-    # keeps a copy of the whole buffer.
+    # The reads below add to g_slots in place; everything taken out of it must have been computed by then, or the
+    # compiler keeps a copy of the whole buffer.
     g_slots, g_carry, g_y = jax.lax.optimization_barrier((g_slots, g_carry, g_y))
     return g_params, g_slots, g_carry, g_y
 

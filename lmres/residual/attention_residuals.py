@@ -161,4 +161,3 @@ class AttentionResiduals(AppendOnly):
             "logits": Axes("slots", None, "batch", "sequence"),
         }
         return History(slots, Axes("batch", "sequence", "embed") if self.block > 1 else ())
-

@@ -46,9 +46,7 @@ class DenseFormer(AppendOnly):
 
     def check(self, depth, width):
         if self.dilation < 1 or self.period < 1:
-            raise ValueError(
-                f"residual.dilation={self.dilation} and residual.period={self.period} must be at least 1"
-            )
+            raise ValueError(f"residual.dilation={self.dilation} and residual.period={self.period} must be at least 1")
 
     def sources(self, i: int) -> list[int]:
         """The slots that Y_i averages, for i from 1; [i] alone where no average is taken."""

@@ -46,7 +46,11 @@ class HyperConnections(Connection):
     source: ClassVar[str] = "arXiv:2409.19606"
     # The paper exempts the static weights from decay and not the projections; the scales are unspecified there.
     no_decay: ClassVar[tuple[str, ...]] = (
-        "static_alpha", "static_beta", "dynamic_alpha_scale", "dynamic_beta_scale", "gamma",
+        "static_alpha",
+        "static_beta",
+        "dynamic_alpha_scale",
+        "dynamic_beta_scale",
+        "gamma",
     )
 
     @property

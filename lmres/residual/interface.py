@@ -99,9 +99,7 @@ class Connection(abc.ABC):
         """The state from the embedding ``e`` [B, S, D]."""
 
     @abc.abstractmethod
-    def read(
-        self, params_l: Params | None, state: State, l: Index, context: Context = None
-    ) -> tuple[Array, Context]:
+    def read(self, params_l: Params | None, state: State, l: Index, context: Context = None) -> tuple[Array, Context]:
         """The input [B, S, D] of unit ``l``, and the weights that made it. Given ``context``: replay it."""
 
     @abc.abstractmethod

@@ -3,8 +3,9 @@
     stack = ResidualStack(MHC(streams=4), (ModuleBranch("mixer", Mixer()), ModuleBranch("mlp", MLP())), repeats=12)
     params = stack.init(key, x_BSD);  h_BSD = stack.apply(params, x_BSD)
 
-Parameters are plain arrays, no boxes: ``{"mixer": [12, ...], "mlp": [12, ...], "connection": {...}}``, each copy's stacked along
-the first axis. Shardings are pinned by the ``constrain`` function, from the connection's own logical axes.
+Parameters are plain arrays, no boxes: ``{"mixer": [12, ...], "mlp": [12, ...], "connection": {...}}``, each copy's
+stacked along the first axis. Shardings are pinned by the ``constrain`` function, from the connection's own logical
+axes.
 """
 
 import dataclasses
@@ -53,9 +54,7 @@ class ResidualStack(nn.Module):
     constrain: Any = no_constraint
 
     def _stack(self) -> Stack:
-        return Stack(
-            self.connection, tuple(self.branches), self.repeats, self.scan, self.remat, self.constrain
-        )
+        return Stack(self.connection, tuple(self.branches), self.repeats, self.scan, self.remat, self.constrain)
 
     def _params(self, e: Array) -> tuple[Any, tuple[Any, ...]]:
         """The connection's and the branches' parameters, made on the first call."""

@@ -59,9 +59,7 @@ class MHC(Connection):
 
     def check(self, depth, width):
         if self.streams < 1 or self.iters < 1:
-            raise ValueError(
-                f"residual.streams={self.streams} and residual.iters={self.iters} must be at least 1"
-            )
+            raise ValueError(f"residual.streams={self.streams} and residual.iters={self.iters} must be at least 1")
 
     def init(self, key, depth, width):
         n = self.streams

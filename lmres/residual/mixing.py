@@ -1,8 +1,8 @@
 """The depth-mixing matrix of a connection.
 
-``M[l, j]`` says how much of v_j is in what unit l reads: ``read_l = sum_{j <= l} M[l, j] v_j`` with v_0 the embedding and v_j the
-output of unit j - 1; the last row is the readout. It may differ from token to token, and from channel to channel for
-a few connections.
+``M[l, j]`` says how much of v_j is in what unit l reads: ``read_l = sum_{j <= l} M[l, j] v_j`` with v_0 the embedding
+and v_j the output of unit j - 1; the last row is the readout. It may differ from token to token, and from channel to
+channel for a few connections.
 
 It is found without a formula per connection: the contexts of a real run hold the weights that were used, and given
 those a connection is linear, so replaying them on one-hot states gives the matrix.

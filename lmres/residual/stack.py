@@ -9,8 +9,8 @@ run the same function:
 - for growing states, scanned with the append-only backward of ``lmres.residual.append``: reverse-mode
   differentiation of a scan that carries a history would keep every version of the history.
 
-A branch is any callable ``y, out = branch(params_i, x, i, args, inputs_i)``: ``params_i`` its parameters in copy i, ``args``
-the same for all copies and not differentiated (positions, masks), ``inputs_i`` and ``out`` whatever it takes
+A branch is any callable ``y, out = branch(params_i, x, i, args, inputs_i)``: ``params_i`` its parameters in copy i,
+``args`` the same for all copies and not differentiated (positions, masks), ``inputs_i`` and ``out`` whatever it takes
 and gives per copy (key/value caches), ``()`` in training.
 """
 
@@ -114,9 +114,7 @@ class Stack:
         inputs = inputs if inputs is not None else tuple(() for _ in self.branches)
         state = self.pin(self.connection.open(connection_params, e, self.depth))
         run = self._scanned if self.scan else self._looped
-        state, outputs = run(
-            connection_params, self._by_unit(branch_params), state, args, self._by_unit(inputs)
-        )
+        state, outputs = run(connection_params, self._by_unit(branch_params), state, args, self._by_unit(inputs))
         if len(self.units) != len(self.branches):
             (outputs,) = outputs
         return self.connection.close(connection_params, state)[0], outputs

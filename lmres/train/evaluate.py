@@ -17,8 +17,8 @@ class Evaluator:
     """Evaluates parameters on a split; compiled once.
 
     The host makes a batch while the device works on the one before, and no more than that: batches queued without
-    limit fill the device's memory, and collectives of simulated devices were seen to hang behind them. The sums are over
-    real tokens, so the result does not depend on the evaluation's batch size.
+    limit fill the device's memory, and collectives of simulated devices were seen to hang behind them. The sums are
+    over real tokens, so the result does not depend on the evaluation's batch size.
     """
 
     def __init__(

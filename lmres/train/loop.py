@@ -1,8 +1,8 @@
 """The training loop: dispatch a step, read the metrics of the one before, evaluate, save, stop when asked.
 
-The host never waits for the device between steps: it learns the results of step t when step t + 1 is under way. A loss that is
-not finite leaves the state untouched (see ``step``), stops the run one step later, and is never followed by a save, so the
-last good checkpoint stays the last.
+The host never waits for the device between steps: it learns the results of step t when step t + 1 is under way. A loss
+that is not finite leaves the state untouched (see ``step``), stops the run one step later, and is never followed by a
+save, so the last good checkpoint stays the last.
 """
 
 import contextlib
@@ -137,8 +137,9 @@ class Loop:
         if not values.pop("finite"):
             kept = f"the last good checkpoint is step {self._saved}" if self._saved else "no checkpoint was saved"
             raise TrainingDiverged(
-                f"step {step}: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}: not finite. Stopped; "
-                f"{kept}. Try a lower optimizer.learning_rate (now {self._base_rate:g}) or a longer schedule.warmup"
+                f"step {step}: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}: not finite. "
+                f"Stopped; {kept}. Try a lower "
+                f"optimizer.learning_rate (now {self._base_rate:g}) or a longer schedule.warmup"
             )
         self._meter.update(step, values["tokens"])
         values["learning_rate"] = self._base_rate * values.pop("lr_fraction")

@@ -1,7 +1,7 @@
 """Cross-entropy per real token, and what is added to it.
 
-Legend: B batch, S sequence, V vocabulary. ``weights`` [B, S] is 1 for a target that counts and 0 for padding and document
-borders.
+Legend: B batch, S sequence, V vocabulary. ``weights`` [B, S] is 1 for a target that counts and 0 for padding and
+document borders.
 """
 
 from typing import NamedTuple

@@ -33,7 +33,12 @@ class Reporter:
         """Shows ``done`` of ``total`` steps."""
         self._total = total
         if self._console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[info]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[info]}"),
+            )
             self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task(self._label or "train", total=total, completed=done, info="compiling")
             self._bar.start()

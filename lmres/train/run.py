@@ -74,9 +74,7 @@ def train_run(
         if jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(yaml.safe_dump(stored_config, sort_keys=False), encoding="utf-8")
-        writer = stack.enter_context(
-            MetricWriter(folder, log, resume=start, config=stored_config, name=name)
-        )
+        writer = stack.enter_context(MetricWriter(folder, log, resume=start, config=stored_config, name=name))
         meta = {
             "config": stored_config,
             "architecture": shape,
@@ -102,7 +100,9 @@ def _start(session, checkpoints, shape, mode, weights_from, reporter):
     if weights_from is not None:
         with Checkpoints(weights_from / CHECKPOINTS, mode="read", report=reporter.line) as source:
             restored = source.restore_params(session.state_like["params"], architecture=shape)
-        reporter.line(f"started at step 0 with the parameters of {weights_from}, step {restored.step}; a fresh optimiser")
+        reporter.line(
+            f"started at step 0 with the parameters of {weights_from}, step {restored.step}; a fresh optimiser"
+        )
         state = {**state, "params": restored.state}
     return state, 0
 
@@ -120,7 +120,9 @@ def _describe(session: Session, optimizer_kind: str, reporter: Reporter) -> None
     )
     for row in describe_roles(params, session.connection, optimizer_kind):
         decay = "decayed" if row["decayed"] else "not decayed"
-        reporter.line(f"  {row['role']}: {row['parameters']:,} parameters in {row['arrays']} arrays, {row['rule']}, {decay}")
+        reporter.line(
+            f"  {row['role']}: {row['parameters']:,} parameters in {row['arrays']} arrays, {row['rule']}, {decay}"
+        )
 
 
 def data_progress(reporter: Reporter):

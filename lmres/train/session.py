@@ -31,9 +31,7 @@ class Session:
     state_like: TrainState
 
 
-def build_model(
-    model: ModelConfig, residual: Connection, splits: Splits | None, mesh: Mesh | None
-) -> Transformer:
+def build_model(model: ModelConfig, residual: Connection, splits: Splits | None, mesh: Mesh | None) -> Transformer:
     """The model, its vocabulary taken from the data where the config leaves it open, shardings pinned on ``mesh``.
 
     Raises DataError if neither says how large the vocabulary is.
@@ -65,9 +63,7 @@ def build_session(
     Raises ValueError (DataError among them) naming the config key and the numbers.
     """
     the_mesh = make_mesh(mesh, devices)
-    splits = load_splits(
-        data, model.context, train.batch_size, vocab_size=model.vocab_size, progress=progress
-    )
+    splits = load_splits(data, model.context, train.batch_size, vocab_size=model.vocab_size, progress=progress)
     the_model = build_model(model, residual, splits, the_mesh)
     the_schedule = make_schedule(schedule, train.steps)
     the_optimizer = make_optimizer(optimizer, the_schedule, residual, abstract_params(the_model))

@@ -48,9 +48,7 @@ def abstract_state(model: Transformer, optimizer: optax.GradientTransformation, 
     )
 
 
-def init_state(
-    model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int
-) -> TrainState:
+def init_state(model: Transformer, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
     """A fresh state. The initialisation is jitted with the final shardings, so no device ever holds all of it."""
     target = abstract_state(model, optimizer, mesh)
 

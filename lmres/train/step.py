@@ -1,11 +1,11 @@
 """The train step and the evaluation step, jitted with pinned shardings.
 
-One update, whatever the accumulation: the gradient of ``sum of nats over all real tokens of the global batch / number of
-those tokens``. Micro-batches therefore add up unnormalised gradients, and the division comes last; dividing each
+One update, whatever the accumulation: the gradient of ``sum of nats over all real tokens of the global batch / number
+of those tokens``. Micro-batches therefore add up unnormalised gradients, and the division comes last; dividing each
 micro-batch by its own count would favour the tokens of short ones.
 
-A loss or gradient that is not finite leaves the state as it was (only ``step`` is not advanced either), so what the host
-learns one step later, it learns before anything is lost; the loop then stops.
+A loss or gradient that is not finite leaves the state as it was (only ``step`` is not advanced either), so what the
+host learns one step later, it learns before anything is lost; the loop then stops.
 """
 
 from collections.abc import Callable
@@ -114,8 +114,8 @@ def train_step_function(
 def jit_train_step(step: Callable, state_like: TrainState, mesh: Mesh) -> Callable:
     """Jits a train step: state donated and pinned to its shardings on both sides, batch over data and fsdp.
 
-    Without pinned outputs the compiler may choose other shardings for the new state (an FSDP axis was seen to drop out), and
-    the second step would compile again.
+    Without pinned outputs the compiler may choose other shardings for the new state (an FSDP axis was seen to drop
+    out), and the second step would compile again.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state_like)
     return jax.jit(

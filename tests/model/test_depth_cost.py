@@ -1,7 +1,7 @@
 """What depth costs the compiler: temporaries grow linearly, compile time does not grow.
 
-Only compiled, never run. The width is a realistic one: full Attention Residuals store the logits of all readers beside the
-history, L / D of its size, which a toy width would make look quadratic.
+Only compiled, never run. The width is a realistic one: full Attention Residuals store the logits of all readers beside
+the history, L / D of its size, which a toy width would make look quadratic.
 """
 
 import jax

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lmres.ops import sinkhorn
-from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Stack, run_layers
+from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, run_layers
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = {c["file"]: c for c in json.loads((GOLDEN / "manifest.json").read_text())["cases"]}
@@ -57,10 +57,16 @@ def adapt(case, arrays):
         shared = per_layer(arrays, hyper["n_sublayers"] + 1, *names)
     elif case["method"] == "mhc":
         spec = MHC(
-            streams=hyper["n_streams"], iters=hyper["sinkhorn_iters"], eps=hyper["eps"],
-            norm_eps=hyper["norm_eps"], norm_gain=hyper["norm_gain"], readout=hyper["readout"],
+            streams=hyper["n_streams"],
+            iters=hyper["sinkhorn_iters"],
+            eps=hyper["eps"],
+            norm_eps=hyper["norm_eps"],
+            norm_gain=hyper["norm_gain"],
+            readout=hyper["readout"],
         )
-        names = [("phi", "fn{l}"), ("alpha", "scale{l}"), ("bias", "base{l}")] + [("gain", "norm_gain{l}")] * hyper["norm_gain"]
+        names = [("phi", "fn{l}"), ("alpha", "scale{l}"), ("bias", "base{l}")] + [("gain", "norm_gain{l}")] * hyper[
+            "norm_gain"
+        ]
         layers = per_layer(arrays, hyper["n_sublayers"], *names)
         if hyper["readout"] == "head":
             shared = {

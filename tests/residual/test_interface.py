@@ -95,7 +95,9 @@ def test_accumulate_equals_differentiating_read(connection):
         chex.assert_trees_all_close(*both(jnp.int32(l)), atol=2e-5)
 
 
-@pytest.mark.parametrize("connection", [Plain(), DenseFormer(), AttentionResiduals(block=4), HyperConnections(), MHC()], ids=name)
+@pytest.mark.parametrize(
+    "connection", [Plain(), DenseFormer(), AttentionResiduals(block=4), HyperConnections(), MHC()], ids=name
+)
 def test_run_layers_is_the_stack(connection):
     """The hand-written loop a user would write equals the scanned stack."""
     e, weights, params = setting(connection)

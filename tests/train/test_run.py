@@ -22,7 +22,31 @@ from lmres.train.progress import Reporter
 from lmres.train.run import train_run
 from lmres.train.step import gradients
 
-WORDS = "the cat sat on a mat and then it ran over to see what the dog was doing by the old red barn".split()
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "then",
+    "it",
+    "ran",
+    "over",
+    "to",
+    "see",
+    "what",
+    "the",
+    "dog",
+    "was",
+    "doing",
+    "by",
+    "the",
+    "old",
+    "red",
+    "barn",
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +82,6 @@ def run(folder, parts, mode="new", devices=1, **options):
         **parts, folder=folder, stored_config=stored, mode=mode, reporter=Reporter(quiet=True),
         devices=jax.devices()[:devices], **options,
     )  # fmt: skip
-
 
 
 @pytest.mark.parametrize("connection", KINDS, ids=name)
@@ -108,7 +131,11 @@ def test_saved_on_a_mesh_resumes_on_one_device(text, tmp_path):
 def test_another_architecture_is_refused_with_the_differences(text, tmp_path):
     run(tmp_path / "run", sections(text, train__steps=2))
     with pytest.raises(CheckpointMismatch) as refused:
-        run(tmp_path / "run", sections(text, train__steps=4, residual=AttentionResiduals(), model__blocks=3), mode="resume")
+        run(
+            tmp_path / "run",
+            sections(text, train__steps=4, residual=AttentionResiduals(), model__blocks=3),
+            mode="resume",
+        )
     text_of = str(refused.value)
     assert "model.blocks: 2 -> 3" in text_of and "residual.kind: 'plain' -> 'attnres'" in text_of
     with pytest.raises(CheckpointError, match="holds checkpoints of another run"):
@@ -117,7 +144,9 @@ def test_another_architecture_is_refused_with_the_differences(text, tmp_path):
 
 def test_weights_of_another_run_start_at_step_zero(text, tmp_path):
     _, first = run(tmp_path / "a", sections(text, train__steps=6))
-    _, second = run(tmp_path / "b", sections(text, train__steps=1, optimizer__learning_rate=1e-9), weights_from=tmp_path / "a")
+    _, second = run(
+        tmp_path / "b", sections(text, train__steps=1, optimizer__learning_rate=1e-9), weights_from=tmp_path / "a"
+    )
     assert second.step == 1
     assert abs(second.evaluation["valid_loss"] - first.evaluation["valid_loss"]) < 1e-4
 
@@ -127,7 +156,11 @@ def test_not_finite_stops_and_keeps_the_last_good_checkpoint(text, tmp_path):
     run(tmp_path / "run", parts | {"train": dataclasses.replace(parts["train"], steps=4)})
     broken = parts | {"optimizer": dataclasses.replace(parts["optimizer"], learning_rate=1e30)}
     with pytest.raises(TrainingDiverged, match=r"last good checkpoint is step 4.*learning_rate"):
-        run(tmp_path / "run", broken | {"train": dataclasses.replace(parts["train"], steps=12, save_every=4)}, mode="resume")
+        run(
+            tmp_path / "run",
+            broken | {"train": dataclasses.replace(parts["train"], steps=12, save_every=4)},
+            mode="resume",
+        )
     with Checkpoints(tmp_path / "run" / "checkpoints", mode="read") as checkpoints:
         restored = checkpoints.restore_params()
     assert restored.step == 4 and all(np.all(np.isfinite(p)) for p in jax.tree.leaves(restored.state))
