@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Plain
 
@@ -29,6 +30,10 @@ ALL = [
     MHC(norm_eps=EPS),
     MHC(streams=2, eps=0.0, readout="sum", norm_gain=True, norm_eps=EPS),
 ]
+
+
+# For tests over ALL that compile several programs each: the fast selection keeps one of each kind.
+ALL_SOME_SLOW = [c if c in KINDS else pytest.param(c, marks=pytest.mark.slow) for c in ALL]
 
 
 def name(connection) -> str:

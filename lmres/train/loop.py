@@ -86,6 +86,7 @@ class Loop:
         self._flops = flops_per_token(session.model.config, session.connection)["total"]
         self._saved: int | None = None
         self._shown_rate: float | None = None
+        self._shown_use: float | None = None
 
     def run(self, state: TrainState, start: int) -> TrainResult:
         """From ``start`` updates to the end of the run, or to a stop signal.
@@ -152,10 +153,11 @@ class Loop:
                 if used is not None:
                     values["mfu"] = used
             self._shown_rate = rate
+            self._shown_use = values.get("mfu")
         self._writer.write(step, values)
         self._history.append({"step": step, **values})
         shown = {"loss": values["loss"]}
-        self._reporter.step(step, shown, self._shown_rate, self._meter.remaining())
+        self._reporter.step(step, shown, self._shown_rate, self._meter.remaining(), self._shown_use)
 
     def _evaluated(self, state: TrainState, step: int) -> dict[str, float]:
         with self._meter.pause():

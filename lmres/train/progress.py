@@ -44,12 +44,21 @@ class Reporter:
             self._bar.start()
         return self
 
-    def step(self, step: int, values: Mapping[str, float], rate: float | None, remaining: float | None) -> None:
-        """Step ``step`` is done. values: its metrics. rate: tokens per second. remaining: seconds."""
+    def step(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        rate: float | None,
+        remaining: float | None,
+        used: float | None = None,
+    ) -> None:
+        """Step ``step`` is done. values: its metrics. rate: tokens per second. remaining: seconds. used: model FLOPs
+        utilisation, None (shown as n/a) on unknown hardware."""
         info = " ".join(
             [
                 *(f"{name} {value:.4g}" for name, value in values.items()),
                 f"{show(rate, ',.0f')} tok/s",
+                f"MFU {show(used)}",
                 f"ETA {clock(remaining)}",
             ]
         )
