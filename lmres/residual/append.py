@@ -78,7 +78,7 @@ def _backward(stack, residuals, g_slots):
             l = i * per_copy + s
             carry, branch_vjp = kept_i[s]
             params_l = _unit(layers_i, shared, s)
-            g_params, g_slots, g_carry, g_y = _write_vjp(stack, params_l, final.slots, g_slots, g_carry, l)
+            g_params, g_carry, g_y = _write_vjp(stack, params_l, final.slots, g_slots, g_carry, l)
             g_branches_i[s], g_x = branch_vjp(g_y)
             g_read, g_slots, g_carry_read = connection.accumulate(params_l, final.slots, carry, l, g_x, g_slots)
             g_slots = stack.pin(History(g_slots, carry_like)).slots
@@ -99,23 +99,28 @@ def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
     """Backward of ``write``: the slot's cotangent, through the keys and the (linear) emit.
 
     The cotangent stays where it is, since nothing reads it again: clearing it would make the compiler copy the whole
-    buffer. An earlier write of the same slot, which the last one overwrote, gets zeros instead.
+    buffer. An earlier write of the same slot, which the last one overwrote, gets zeros instead. That choice is a
+    ``cond``, whose result must be computed before the buffer is added to; after a ``where`` the compiler keeps a copy
+    of the buffer to compute it from later.
     """
     connection = stack.connection
     like = jax.tree.leaves(slots["value"])[0][0]
     (slot, _, _), emit_vjp = _emit_vjp(connection, g_carry, like, l)
-    take = lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)  # noqa: E731
-    value, g_entry = take(slots["value"]), jax.tree.map(take, g_slots)
+
+    def through_keys():
+        take = lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)  # noqa: E731
+        g_entry = jax.tree.map(take, g_slots)
+        _, keys_vjp = jax.vjp(connection.keys, params_l, take(slots["value"]))
+        g_params, g_value = keys_vjp({name: g for name, g in g_entry.items() if name != "value"})
+        return g_params, g_entry["value"] + g_value
+
     if connection.rewrites:
-        last = connection.is_last_write(l, stack.depth)
-        g_entry = jax.tree.map(lambda g: jnp.where(last, g, 0), g_entry)
-    _, keys_vjp = jax.vjp(connection.keys, params_l, value)
-    g_params, g_value = keys_vjp({name: g for name, g in g_entry.items() if name != "value"})
-    g_carry, g_y = emit_vjp((g_entry["value"] + g_value, g_carry))
-    # The reads below add to g_slots in place; everything taken out of it must have been computed by then, or the
-    # compiler keeps a copy of the whole buffer.
-    g_slots, g_carry, g_y = jax.lax.optimization_barrier((g_slots, g_carry, g_y))
-    return g_params, g_slots, g_carry, g_y
+        nothing = lambda: jax.tree.map(jnp.zeros_like, (params_l, like))  # noqa: E731
+        g_params, g_value = jax.lax.cond(connection.is_last_write(l, stack.depth), through_keys, nothing)
+    else:
+        g_params, g_value = through_keys()
+    g_carry, g_y = emit_vjp((g_value, g_carry))
+    return g_params, g_carry, g_y
 
 
 def _emit_vjp(connection, carry_like, y_like, l):
