@@ -24,14 +24,17 @@ def test_python_examples_run_in_order():
     space = {}
     for code in blocks("python"):
         exec(compile(code, "README.md", "exec"), space)
-    mine = space["EmbeddingSkip"]()
+    mine = space["Weighted"]()
     params = mine.init(None, 6, 32)
-    params["layers"]["share"] = params["layers"]["share"] + 0.25
+    params["layers"]["weight"] = params["layers"]["weight"] + 0.25
     h, record = space["run_layers"](mine, params, space["layers"], space["e"])
     matrix = space["depth_mixing"](mine, record.contexts, space["e"])
     reads = space["recompose"](matrix, space["e"], record.outputs)
     assert space["jnp"].allclose(reads[:-1], space["jnp"].stack(record.reads), atol=1e-5)
-    assert matrix[3, 1, 0, 0] == 0.75 and h.shape == space["e"].shape
+    assert matrix[3, 1, 0, 0] == 1.25 and h.shape == space["e"].shape
+    own = section("In your own code").split("**Your own connection**")[1]
+    (code,) = blocks("python", own)
+    assert len(code.strip().splitlines()) - 2 <= 15, "two imports and 15 lines"
 
 
 @pytest.mark.parametrize("title", ["Run it", "Test it"])

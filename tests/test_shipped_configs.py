@@ -1,4 +1,4 @@
-"""Golden dumps of every shipped config: parameters, shapes, roles, shardings. A diff is to be reviewed, not waved through.
+"""Golden dumps of every shipped config: parameters, shapes, roles, shardings. A diff is to be reviewed.
 
 After a change that is meant: LMRES_UPDATE_DUMPS=1 python -m pytest tests/test_shipped_configs.py, and read the diff.
 """

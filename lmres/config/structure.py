@@ -102,8 +102,8 @@ def _model(model: ModelConfig) -> str:
 def _groups(optimizer: OptimizerConfig, residual: Residual) -> list[str]:
     exempt = "all" if residual.no_decay == ("*",) else ", ".join(residual.no_decay)
     lines = [
-        f"weight decay {optimizer.weight_decay:g} on matrices and embeddings; exempt are the norms' gains "
-        f"and of the connection's parameters: {exempt}"
+        f"weight decay {optimizer.weight_decay:g} on matrices and embeddings; exempt: the norms' gains, and of "
+        f"the connection's parameters {exempt}"
     ]
     if optimizer.kind == "muon":
         lines.append("Muon updates the branches' matrices, AdamW all the rest")

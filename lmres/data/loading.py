@@ -76,6 +76,7 @@ def _store(
                 "data.train must name one prepared store, and data.valid nothing: the store holds both splits"
             )
         store = open_store(Path(config.train).expanduser())
+        store = dataclasses.replace(store, info=dataclasses.replace(store.info, reused=True))
         if store.info.tokenizer is None:
             return store, None
         tokenizer = get_tokenizer(config.tokenizer, config.eos_token)
@@ -88,8 +89,8 @@ def _store(
     todo = plan(config, vocab_size)
     folder = _cache(config) / todo.fingerprint
     small = config.repeat == "small" or config.packing == "none"
-    prepare(config, folder, progress=progress, vocab_size=vocab_size, min_tokens=2 if small else context + 1)
-    return open_store(folder), todo.tokenizer
+    info = prepare(config, folder, progress=progress, vocab_size=vocab_size, min_tokens=2 if small else context + 1)
+    return dataclasses.replace(open_store(folder), info=info), todo.tokenizer
 
 
 def _cache(config: DataConfig) -> Path:

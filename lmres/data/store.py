@@ -68,7 +68,7 @@ class StoreInfo:
     def lines(self) -> list[str]:
         """A summary for people, a few short lines."""
         out = [
-            f"store {self.path} ({'reused' if self.reused else 'written'}), vocabulary {self.vocab_size}, "
+            f"store {self.path} ({'reused' if self.reused else 'new'}), vocabulary {self.vocab_size}, "
             f"{self.dtype}"
         ]
         for name, s in self.splits.items():

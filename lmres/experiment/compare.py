@@ -127,8 +127,8 @@ def _prepare(
         used = next((where for where in plan if (where / RUN).exists() or _steps(where)), None)
         if used is not None or (folder / RESULTS).exists():
             raise FolderInUse(
-                f"{folder} holds another comparison ({(used or folder / RESULTS).name}); "
-                "resume it, overwrite it, or choose another folder"
+                f"{folder} holds a comparison ({(used or folder / RESULTS).name}); "
+                "go on with it (--resume), replace it (--overwrite), or choose another folder (--folder)"
             )
     done, problems = {}, []
     if mode == "resume":

@@ -146,7 +146,7 @@ def _check(model, prompts, max_new_tokens, eos_id):
             )
         if len(prompt) + max_new_tokens > c.context:
             raise ValueError(
-                f"prompt {row} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens} that makes "
+                f"prompt {row} has {len(prompt)} tokens; with {max_new_tokens} new tokens that makes "
                 f"{len(prompt) + max_new_tokens}, more than model.context={c.context}"
             )
 

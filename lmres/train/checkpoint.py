@@ -136,10 +136,7 @@ class Checkpoints:
         self._writer = None
         if mode == "new" and self.steps():
             self._reader.close()
-            raise FolderInUse(
-                f"{self.folder} holds checkpoints of another run (newest: step {max(self.steps())}); "
-                "resume it, overwrite it, or choose another folder"
-            )
+            raise _in_use(self.folder, self.steps())
         if mode != "read":
             self._writer = self._open(
                 cleanup_tmp_directories=True,
@@ -352,6 +349,20 @@ class Checkpoints:
         for step in steps:
             self._writer.delete(step)
             self._report(f"deleted the checkpoint of step {step} in {self.folder}")
+
+
+def refuse_used(folder: str | os.PathLike) -> None:
+    """Raises FolderInUse if ``folder`` holds checkpoints; changes nothing."""
+    with Checkpoints(folder, mode="read") as there:
+        if there.steps():
+            raise _in_use(there.folder, there.steps())
+
+
+def _in_use(folder: str, steps: list[int]) -> FolderInUse:
+    return FolderInUse(
+        f"{folder} holds checkpoints of a run (newest: step {max(steps)}); "
+        "go on with it (--resume), replace it (--overwrite), or choose another folder (--folder)"
+    )
 
 
 def _digest_problem(state: Any, arrays: dict[str, dict[str, Any]]) -> str | None:

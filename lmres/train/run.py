@@ -12,7 +12,7 @@ from lmres.data import DataConfig
 from lmres.model import ModelConfig
 from lmres.residual import Connection
 from lmres.sharding import MeshConfig
-from lmres.train.checkpoint import Checkpoints
+from lmres.train.checkpoint import Checkpoints, refuse_used
 from lmres.train.config import LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from lmres.train.fingerprint import architecture
 from lmres.train.loop import Loop, TrainResult
@@ -57,6 +57,8 @@ def train_run(
 
     Raises: ValueError for settings that do not fit, CheckpointError and its kinds, TrainingDiverged.
     """
+    if mode == "new":
+        refuse_used(folder / CHECKPOINTS)  # before data are prepared, which may take long
     reporter = reporter or Reporter(quiet=jax.process_index() != 0, log_every=train.log_every)
     session = build_session(
         model=model, residual=residual, data=data, optimizer=optimizer, schedule=schedule, train=train, mesh=mesh,
@@ -71,7 +73,9 @@ def train_run(
             Checkpoints(folder / CHECKPOINTS, keep=train.keep, mode=mode, report=reporter.line)
         )
         state, start = _start(session, checkpoints, shape, mode, weights_from, reporter)
-        if jax.process_index() == 0:
+        if start > train.steps:
+            raise ValueError(f"train.steps={train.steps} is less than the {start} updates that {folder} has made")
+        if jax.process_index() == 0 and start < train.steps:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.yaml").write_text(yaml.safe_dump(stored_config, sort_keys=False), encoding="utf-8")
         writer = stack.enter_context(MetricWriter(folder, log, resume=start, config=stored_config, name=name))

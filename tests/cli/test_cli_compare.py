@@ -78,7 +78,7 @@ def test_resume_repeats_nothing_that_is_over(lmres, comparison, compared):
 
 def test_a_used_folder_is_refused(lmres, comparison, compared):
     answer = lmres("compare", comparison, "--folder", compared)
-    assert answer.code == 1 and "holds another comparison" in answer.err
+    assert answer.code == 1 and "holds a comparison" in answer.err
     assert (compared / "report.html").exists()
     answer = lmres("compare", comparison, "--folder", compared, "--resume", "model.width=32")
     assert answer.code == 1 and answer.err.count("model.width: 16 -> 32") == 2

@@ -44,7 +44,7 @@ from lmres.cli import runtime
         (["generate", "{run}", "--prompt", ""], ["prompt 0 is empty"]),
         (
             ["generate", "{run}", "--prompt", "0123456789", "--max-tokens", "7"],
-            ["prompt 0 has 10 tokens", "max_new_tokens=7", "17", "model.context=16"],
+            ["prompt 0 has 10 tokens", "with 7 new tokens", "17", "model.context=16"],
         ),
         (
             ["generate", "{run}", "--prompt", "0123456789abcdefg"],

@@ -120,7 +120,7 @@ def test_resume_starts_where_there_is_nothing_yet(lmres, tiny, tmp_path):
 
 def test_a_used_folder_is_refused_or_overwritten(lmres, tiny, run_copy):
     refused = lmres("train", tiny, "--folder", run_copy)
-    assert refused.code == 1 and "holds checkpoints of another run (newest: step 4)" in refused.err
+    assert refused.code == 1 and "holds checkpoints of a run (newest: step 4)" in refused.err
     assert (run_copy / "checkpoints" / "4").is_dir()
     assert lmres("train", tiny, "--folder", run_copy, "--overwrite", "train.steps=1").code == 0
     assert [p.name for p in (run_copy / "checkpoints").iterdir()] == ["1"]

@@ -101,7 +101,7 @@ def test_rows_stop_at_eos(monkeypatch):
 def test_what_cannot_be_done_is_refused_before_anything_is_compiled():
     model, params = made(Plain())[0], None  # so nothing can be run
     with pytest.raises(
-        ValueError, match=r"prompt 1 has 40 tokens.*max_new_tokens=9 .*49, more than model.context=48"
+        ValueError, match=r"prompt 1 has 40 tokens.*with 9 new tokens.*49, more than model.context=48"
     ):
         generate(model, params, [[1], [1] * 40], 9)
     with pytest.raises(ValueError, match="prompt 1 is empty"):

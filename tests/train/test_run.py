@@ -125,6 +125,10 @@ def test_saved_on_a_mesh_resumes_on_one_device(text, tmp_path):
     again = sections(text, residual=MHC(), train__steps=4)
     _, one = run(tmp_path / "run", again, mode="resume")
     assert one.step == 4 and one.train_traces == 0, "a finished run trains no further"
+    kept = (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(ValueError, match=r"train\.steps=3 is less than the 4 updates"):
+        run(tmp_path / "run", sections(text, residual=MHC(), train__steps=3), mode="resume")
+    assert (tmp_path / "run" / "config.yaml").read_text() == kept
     assert abs(one.evaluation["valid_loss"] - wide.evaluation["valid_loss"]) <= 1e-5 * wide.evaluation["valid_loss"]
 
 
@@ -138,7 +142,7 @@ def test_another_architecture_is_refused_with_the_differences(text, tmp_path):
         )
     text_of = str(refused.value)
     assert "model.blocks: 2 -> 3" in text_of and "residual.kind: 'plain' -> 'attnres'" in text_of
-    with pytest.raises(CheckpointError, match="holds checkpoints of another run"):
+    with pytest.raises(CheckpointError, match="holds checkpoints of a run"):
         run(tmp_path / "run", sections(text, train__steps=4))
 
 
