@@ -13,7 +13,8 @@ cotangents into one running cotangent of the history. Two histories live at once
 What is kept between the passes beside the final history: the carry before each unit, and what the branches keep
 under the chosen rematerialisation (their vjp closures are pytrees, so the forward scan can emit them).
 
-There is no forward-mode derivative of this path; run the loop (``scan=False``) for that.
+There is no forward-mode derivative (``jax.jvp``) of this path, nor of the reads and mixes in ``ops``, whose backward
+passes are written by hand too.
 """
 
 from functools import partial

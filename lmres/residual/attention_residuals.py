@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from lmres.ops import Span, add_outer, depth_softmax, normed_projection, slot_dots, stat_dtype, weighted_sum
-from lmres.residual.interface import AppendOnly, Axes, Cost, History
+from lmres.residual.interface import AppendOnly, Axes, Cost, History, check_not_negative
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,7 @@ class AttentionResiduals(AppendOnly):
     def check(self, depth, width):
         if self.block < 1:
             raise ValueError(f"residual.block={self.block} must be at least 1 (1 is the full form)")
+        check_not_negative(eps=self.eps)
 
     def slot_count(self, depth):
         return math.ceil(depth / self.block) + 1

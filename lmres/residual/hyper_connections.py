@@ -20,7 +20,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 
 from lmres.ops import combine_streams, mix_streams, normed_projection, stat_dtype
-from lmres.residual.interface import Axes, Connection, Cost
+from lmres.residual.interface import Axes, Connection, Cost, check_not_negative
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,7 @@ class HyperConnections(Connection):
     def check(self, depth, width):
         if self.streams < 1:
             raise ValueError(f"residual.streams={self.streams} must be at least 1")
+        check_not_negative(eps=self.eps)
 
     def init(self, key, depth, width):
         n = self.streams

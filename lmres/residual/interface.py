@@ -210,6 +210,13 @@ class AppendOnly(Connection):
         return g_params, jax.tree.map(jnp.add, g_slots, g_more), g_carry
 
 
+def check_not_negative(**values: float) -> None:
+    """Raises ValueError naming the first of a spec's values that is below zero."""
+    for key, value in values.items():
+        if not value >= 0.0:
+            raise ValueError(f"residual.{key}={value} must not be negative")
+
+
 def layer_params(params: Params, l: Index) -> Params:
     """Unit ``l``'s flat parameter dict: its slices of ``params["layers"]`` and everything in ``params["shared"]``."""
     layers = jax.tree.map(lambda p: jax.lax.dynamic_index_in_dim(p, l, 0, keepdims=False), params["layers"])

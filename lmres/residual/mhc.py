@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from lmres.ops import combine_streams, mix_streams, normed_projection, sinkhorn, stat_dtype
 from lmres.residual.hyper_connections import check_streams
-from lmres.residual.interface import Axes, Connection, Cost
+from lmres.residual.interface import Axes, Connection, Cost, check_not_negative
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +60,7 @@ class MHC(Connection):
     def check(self, depth, width):
         if self.streams < 1 or self.iters < 1:
             raise ValueError(f"residual.streams={self.streams} and residual.iters={self.iters} must be at least 1")
+        check_not_negative(eps=self.eps, norm_eps=self.norm_eps)
 
     def init(self, key, depth, width):
         n = self.streams

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 
 from lmres.ops import rms_scale
-from lmres.residual.interface import Connection, Cost
+from lmres.residual.interface import Connection, Cost, check_not_negative
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Plain(Connection):
 
     kind: Literal["plain"] = "plain"
     norm: Literal["pre", "post", "sandwich"] = "pre"
-    eps: float = 1e-10
+    eps: float = 1e-6
 
     equation: ClassVar[str] = "h <- h + g(Norm h)"
     source: ClassVar[str] = "arXiv:2002.04745 (pre), 1706.03762 (post), 2105.13290 (sandwich)"
@@ -52,6 +52,9 @@ class Plain(Connection):
     @property
     def channelwise(self):
         return self.norm == "post"  # the norm's gain
+
+    def check(self, depth, width):
+        check_not_negative(eps=self.eps)
 
     def init(self, key, depth, width):
         layers = {"gain": jnp.ones((depth, width), jnp.float32)} if self.norm == "post" else {}

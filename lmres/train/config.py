@@ -60,7 +60,8 @@ class TrainConfig:
     accumulate: micro-batches per update; must divide ``batch_size``.
     z_loss: weight of the squared log-partition penalty; 0 is off.
     seed: of the parameters and of dropout.
-    eval_every: updates between evaluations; 0 for the end only. eval_batches: None for the whole validation split.
+    eval_every: updates between evaluations; 0 for the end only. eval_batches: None for the whole validation split,
+      else how many batches of ``batch_size`` sequences of it.
     eval_batch_size: None for ``batch_size / accumulate``.
     save_every: updates between checkpoints; 0 for the end only. The end, and a SIGTERM, always save.
     keep: checkpoints kept.

@@ -30,6 +30,10 @@ class Evaluator:
     ):
         self._step, self._feed, self._batches, self._max = eval_step, feed, batches, max_batches
 
+    def is_finite(self, params: Any) -> bool:
+        """Whether the loss on the first batch is a number."""
+        return bool(np.isfinite(np.asarray(self._step(params, next(self._feed.evaluation(1))).nats)))
+
     def __call__(self, params: Any) -> dict[str, float]:
         """{"valid_loss" (nats per token), "valid_bpb" (bits per UTF-8 byte, if bytes are known), "valid_tokens"}."""
         total = None

@@ -7,6 +7,7 @@ save, so the last good checkpoint stays the last.
 
 import contextlib
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from lmres.train.step import jit_eval_step, jit_train_step, train_step_function
 
 
 class TrainingDiverged(RuntimeError):
-    """The loss or the gradient is not finite."""
+    """The loss, the gradient or the validation loss is not finite."""
 
 
 @dataclasses.dataclass
@@ -82,14 +83,16 @@ class Loop:
         size = eval_batch_size(train.eval_batch_size, train.batch_size // train.accumulate, mesh)
         eval_step = jit_eval_step(session.model, mesh, session.state_like["params"])
         valid = session.splits.valid
-        self.evaluate = Evaluator(eval_step, Feed(valid, mesh, size), valid, train.eval_batches)
+        # Counted in training batches, so that what is evaluated does not depend on how they are accumulated.
+        limit = None if train.eval_batches is None else -(-train.eval_batches * train.batch_size // size)
+        self.evaluate = Evaluator(eval_step, Feed(valid, mesh, size), valid, limit)
         self._flops = flops_per_token(session.model.config, session.connection)["total"]
         self._saved: int | None = None
         self._shown_rate: float | None = None
         self._shown_use: float | None = None
 
-    def run(self, state: TrainState, start: int) -> TrainResult:
-        """From ``start`` updates to the end of the run, or to a stop signal.
+    def run(self, state: TrainState, start: int, signals: StopSignals) -> TrainResult:
+        """From ``start`` updates to the end of the run, or to what ``signals`` was told.
 
         Raises TrainingDiverged for a loss or gradient that is not finite; CheckpointError when a save fails.
         """
@@ -101,7 +104,6 @@ class Loop:
         evaluation: dict[str, float] = {}
         stopped, step = None, start
         with contextlib.ExitStack() as stack:
-            signals = stack.enter_context(StopSignals())
             stack.enter_context(self._reporter.start(start, train.steps))
             batches = stack.enter_context(
                 contextlib.closing(Feed(self._s.splits.train, self._s.mesh, train.batch_size).train(start))
@@ -136,11 +138,8 @@ class Loop:
             return
         step, values = ready
         if not values.pop("finite"):
-            kept = f"the last good checkpoint is step {self._saved}" if self._saved else "no checkpoint was saved"
-            raise TrainingDiverged(
-                f"step {step}: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}: not finite. "
-                f"Stopped; {kept}. Try a lower "
-                f"optimizer.learning_rate (now {self._base_rate:g}) or a longer schedule.warmup"
+            raise self._diverged(
+                f"step {step}: loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}: not finite"
             )
         self._meter.update(step, values["tokens"])
         values["learning_rate"] = self._base_rate * values.pop("lr_fraction")
@@ -162,6 +161,8 @@ class Loop:
     def _evaluated(self, state: TrainState, step: int) -> dict[str, float]:
         with self._meter.pause():
             result = self.evaluate(state["params"])
+        if not math.isfinite(result["valid_loss"]):
+            raise self._diverged(f"step {step}: validation loss {result['valid_loss']}: not finite")
         self._writer.write(step, result)
         self._history.append({"step": step, **result})
         bpb = f", {result['valid_bpb']:.4f} bits per byte" if "valid_bpb" in result else ""
@@ -172,8 +173,18 @@ class Loop:
         if self._checkpoints is None or self._saved == step:
             return
         with self._meter.pause():
+            # A step's own loss was that of the parameters before its update; these have not been used yet.
+            if not self.evaluate.is_finite(state["params"]):
+                raise self._diverged(f"step {step}: the loss of the updated parameters is not finite")
             self._checkpoints.save(step, state, {**self._meta, "data_position": step})
         self._saved = step
+
+    def _diverged(self, what: str) -> TrainingDiverged:
+        kept = f"the last good checkpoint is step {self._saved}" if self._saved else "no checkpoint was saved"
+        return TrainingDiverged(
+            f"{what}. Stopped; {kept}. Try a lower optimizer.learning_rate (now {self._base_rate:g}) or a longer "
+            "schedule.warmup"
+        )
 
     def _profile(self, step: int, window: contextlib.ExitStack) -> None:
         """Opens and closes the profiler's window; steps count from 1."""

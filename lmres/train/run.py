@@ -14,15 +14,19 @@ from lmres.residual import Connection
 from lmres.sharding import MeshConfig
 from lmres.train.checkpoint import Checkpoints, refuse_used
 from lmres.train.config import LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from lmres.train.fingerprint import architecture
+from lmres.train.fingerprint import CheckpointMismatch, architecture, differences
 from lmres.train.loop import Loop, TrainResult
 from lmres.train.metrics import MetricWriter
 from lmres.train.optimizer import describe_roles
+from lmres.train.preempt import StopSignals
 from lmres.train.progress import Reporter
 from lmres.train.session import Session, build_session, describe_devices
 from lmres.train.state import count, init_state
 
 CHECKPOINTS = "checkpoints"
+
+# What may differ between a run and the one its weights come from: no parameter depends on them.
+WITHOUT_PARAMETERS = tuple(f"model.{key}:" for key in ("context", "rope_base", "norm_eps", "logit_softcap"))
 
 
 def train_run(
@@ -72,6 +76,8 @@ def train_run(
         checkpoints = stack.enter_context(
             Checkpoints(folder / CHECKPOINTS, keep=train.keep, mode=mode, report=reporter.line)
         )
+        # From here on a stop is remembered until a step is done: interrupting jax while it compiles may crash it.
+        signals = stack.enter_context(StopSignals())
         state, start = _start(session, checkpoints, shape, mode, weights_from, reporter)
         if start > train.steps:
             raise ValueError(f"train.steps={train.steps} is less than the {start} updates that {folder} has made")
@@ -89,7 +95,7 @@ def train_run(
         if start >= train.steps:
             reporter.line(f"{folder} is finished at step {start}; raise train.steps={train.steps} to train on")
             return session, TrainResult(state, start, None, loop.evaluate(state["params"]), None, 0.0, 0, [])
-        result = loop.run(state, start)
+        result = loop.run(state, start, signals)
         reporter.line(f"saved step {result.step} in {folder / CHECKPOINTS}")
     return session, result
 
@@ -103,7 +109,13 @@ def _start(session, checkpoints, shape, mode, weights_from, reporter):
     state = init_state(session.model, session.optimizer, session.mesh, session.train.seed)
     if weights_from is not None:
         with Checkpoints(weights_from / CHECKPOINTS, mode="read", report=reporter.line) as source:
-            restored = source.restore_params(session.state_like["params"], architecture=shape)
+            found = differences(source.meta().get("architecture", {}), shape)
+            refused = [line for line in found if not line.startswith(WITHOUT_PARAMETERS)]
+            if refused:
+                raise CheckpointMismatch(f"{weights_from} has another architecture", refused)
+            for line in found:
+                reporter.line(f"other than in {weights_from}: {line}")
+            restored = source.restore_params(session.state_like["params"])
         reporter.line(
             f"started at step 0 with the parameters of {weights_from}, step {restored.step}; a fresh optimiser"
         )

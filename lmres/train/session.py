@@ -64,6 +64,12 @@ def build_session(
     """
     the_mesh = make_mesh(mesh, devices)
     splits = load_splits(data, model.context, train.batch_size, vocab_size=model.vocab_size, progress=progress)
+    there = splits.train.num_steps
+    if there is not None and there < train.steps:
+        raise ValueError(
+            f"data.repeat=never: the training text is {there} steps of {train.batch_size} rows, and "
+            f"train.steps={train.steps} asks for more; lower train.steps, or set data.repeat=epochs"
+        )
     the_model = build_model(model, residual, splits, the_mesh)
     the_schedule = make_schedule(schedule, train.steps)
     the_optimizer = make_optimizer(optimizer, the_schedule, residual, abstract_params(the_model))

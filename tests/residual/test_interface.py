@@ -117,6 +117,9 @@ def test_misuse_is_explained():
         (MHC(iters=0), "residual.iters=0"),
         (AttentionResiduals(block=0), "residual.block=0"),
         (DenseFormer(period=0), "residual.period=0"),
+        (MHC(norm_eps=-1.0), "residual.norm_eps=-1.0"),
+        (HyperConnections(eps=-5.0), "residual.eps=-5.0"),
+        (Plain(norm="post", eps=float("nan")), "residual.eps=nan"),
     ):
         with pytest.raises(ValueError, match=key):
             connection.check(DEPTH, D)

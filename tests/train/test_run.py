@@ -107,14 +107,14 @@ def test_thirty_steps_equal_fifteen_and_fifteen_bitwise(text, tmp_path, connecti
 
 
 def _interrupted(folder, parts, at):
-    from lmres.train import loop
+    from lmres.train import run as runs
 
-    class Signals(loop.StopSignals):
+    class Signals(runs.StopSignals):
         def requested(self, step):
             return "SIGTERM" if step == at else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "StopSignals", Signals)
+        patch.setattr(runs, "StopSignals", Signals)
         _, result = run(folder, parts)
     assert (result.step, result.stopped) == (at, "SIGTERM")
 
@@ -205,3 +205,26 @@ def test_an_all_padding_batch_changes_nothing_to_nan():
     batch = {"inputs": zeros, "targets": zeros, "segment_ids": zeros, "positions": zeros, "weights": jnp.zeros((2, 4))}
     grads, sums = gradients(model, draw(model), batch, 1, 0.0)
     assert sums.tokens == 0 and all(np.all(g == 0) for g in jax.tree.leaves(grads))
+
+
+def test_an_update_that_breaks_the_parameters_is_not_saved(text, tmp_path):
+    """The last step's own loss is finite; what it leaves behind is not."""
+    broken = sections(text, train__steps=1, optimizer__learning_rate=1e39, optimizer__clip=None, schedule__warmup=0.0)
+    with pytest.raises(TrainingDiverged, match="no checkpoint was saved"):
+        run(tmp_path / "run", broken)
+    with Checkpoints(tmp_path / "run" / "checkpoints", mode="read") as checkpoints:
+        assert checkpoints.steps() == []
+
+
+def test_too_few_steps_in_the_data_are_found_before_the_first(text, tmp_path):
+    parts = sections(text, data__repeat="never", train__steps=100000)
+    with pytest.raises(ValueError, match=r"data\.repeat=never: the training text is \d+ steps.*train\.steps=100000"):
+        run(tmp_path / "run", parts)
+
+
+def test_weights_may_go_on_at_another_context(text, tmp_path):
+    run(tmp_path / "a", sections(text, train__steps=2))
+    _, longer = run(tmp_path / "b", sections(text, train__steps=1, model__context=32), weights_from=tmp_path / "a")
+    assert longer.step == 1
+    with pytest.raises(CheckpointMismatch, match=r"model\.blocks: 2 -> 1"):
+        run(tmp_path / "c", sections(text, train__steps=1, model__blocks=1), weights_from=tmp_path / "a")
