@@ -1,10 +1,6 @@
 """Checkpoints that are damaged, unfinished, of another shape, on other devices, or in the way."""
 
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_helpers import META, filled, make_state, same, shapes_of
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,43 +17,6 @@ from lmres.train import digest
 from lmres.train.checkpoint import Checkpoints, FolderInUse
 from lmres.train.digest import digests
 from lmres.train.fingerprint import CheckpointError, CheckpointMismatch, architecture, differences
-
-META = {"architecture": {"model": {"width": 8}}, "data": {"next": 7}}
-
-
-def make_state(value=0.0, width=8):
-    params = {
-        "embed": {"table": jnp.arange(16.0 * width).reshape(16, width) + value},
-        "gain": jnp.ones(width),
-    }
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    return {
-        "params": params,
-        "opt_state": optimizer.init(params),
-        "step": jnp.asarray(int(value), jnp.int32),
-        "key": jax.random.key(3),
-    }
-
-
-def shapes_of(state, sharding=None):
-    where = sharding or SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), state)
-
-
-def raw(x):
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-
-
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(raw(x), raw(y)), a, b)
-
-
-def filled(folder, steps=(1, 2, 3), **options):
-    with Checkpoints(folder, keep=len(steps), **options) as checkpoints:
-        for step in steps:
-            checkpoints.save(step, make_state(step), META)
-    return Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -356,107 +316,3 @@ def test_a_failed_background_save_is_an_error(tmp_path):
         checkpoints.close()
     with Checkpoints(tmp_path / "run", mode="read") as checkpoints:
         assert checkpoints.latest_step() == 1
-
-
-KILLED = """
-import os, signal, sys
-import jax, jax.numpy as jnp
-from lmres.train import digest
-from lmres.train.checkpoint import Checkpoints
-checkpoints = Checkpoints(sys.argv[1])
-make = lambda v: {"params": {"w": jnp.full((1 << 22,), v, jnp.float32)}}
-checkpoints.save(1, make(1.0), {})
-checkpoints.wait()
-noise = {"params": {"w": jax.random.normal(jax.random.key(0), (1 << 25,))}}
-jax.block_until_ready(noise)
-checkpoints.save(2, noise, {})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_killed_while_saving(tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root), "JAX_NUM_CPU_DEVICES": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path / "run"], env=env, capture_output=True, timeout=120
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
-    assert not (tmp_path / "run" / "2").exists(), "the save finished before the kill"
-    small = {"params": {"w": jnp.full((1 << 22,), 2.0, jnp.float32)}}
-    with Checkpoints(tmp_path / "run", mode="resume") as checkpoints:
-        assert checkpoints.latest_step() == 1
-        restored = checkpoints.restore(shapes_of(small))
-        assert restored.step == 1 and float(restored.state["params"]["w"].min()) == 1.0
-        checkpoints.save(2, small, {})
-    with Checkpoints(tmp_path / "run", mode="read") as checkpoints:
-        assert float(checkpoints.restore(shapes_of(small)).state["params"]["w"].max()) == 2.0
-    assert sorted(name for name in os.listdir(tmp_path / "run") if "tmp" in name) == []
-
-
-TWO_PROCESSES = """
-import sys
-from pathlib import Path
-number, port, run = int(sys.argv[1]), *sys.argv[2:]
-import jax
-jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=number, initialization_timeout=60)
-import jax.numpy as jnp, numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from lmres.train import digest
-from lmres.train.checkpoint import Checkpoints
-
-mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
-where = NamedSharding(mesh, PartitionSpec("a"))
-
-def state(seed):
-    w = np.random.default_rng(seed).standard_normal((64, 256)).astype(np.float32)
-    return {"params": {"w": jax.make_array_from_callback(w.shape, where, lambda index: w[index])}}
-
-with Checkpoints(run) as checkpoints:
-    for step in (1, 2):
-        checkpoints.save(step, state(step), {})
-multihost_utils.sync_global_devices("saved")
-if number == 0:  # what process 1 will read
-    for file in Path(run, "2", "state", "ocdbt.process_1", "d").iterdir():
-        file.write_bytes(file.read_bytes()[:10])
-multihost_utils.sync_global_devices("damaged")
-target = {"params": {"w": jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=where)}}
-with Checkpoints(run, mode="resume", report=lambda line: None) as checkpoints:
-    restored = checkpoints.restore(target)
-    assert restored.step == 1 and len(restored.skipped) == 1, restored.skipped
-    assert ("process 1" in restored.skipped[0].reason) == (number == 0), restored.skipped
-    same = jax.jit(lambda a, b: (a == b).all())(restored.state["params"]["w"], state(1)["params"]["w"])
-    assert bool(same)
-    checkpoints.save(2, state(2), {})
-"""
-
-
-@pytest.mark.slow
-def test_damage_that_one_of_two_processes_sees(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    root = Path(__file__).resolve().parents[2]
-    env = {**os.environ, "PYTHONPATH": str(root), "JAX_NUM_CPU_DEVICES": "2"}
-    logs = [(tmp_path / f"log{i}").open("w+") for i in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, str(i), str(port), str(tmp_path / "run")],
-            env=env,
-            stdout=logs[i],
-            stderr=subprocess.STDOUT,
-        )
-        for i in range(2)
-    ]
-    try:
-        codes = [process.wait(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    said = "\n".join((tmp_path / f"log{i}").read_text()[-1500:] for i in range(2))
-    assert codes == [0, 0], said
-    target = {"params": {"w": jax.ShapeDtypeStruct((64, 256), jnp.float32)}}
-    with Checkpoints(tmp_path / "run", mode="read") as checkpoints:
-        assert checkpoints.restore(target).step == 2
-    for log in logs:
-        log.close()
