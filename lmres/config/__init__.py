@@ -11,7 +11,7 @@ the command line and by what composes runs (train's entry, experiment, plan).
 """
 
 from lmres.config.changes import ABSENT, RESUME, Change, Resumable, diff, resumable_changes
-from lmres.config.checks import check_config, residual_depth, warmup_updates
+from lmres.config.checks import check_config, residual_depth
 from lmres.config.errors import ConfigError
 from lmres.config.loading import dump_yaml, from_dict, load_compare, load_config, to_dict
 from lmres.config.schema import CompareConfig, RunConfig
@@ -38,5 +38,4 @@ __all__ = [
     "residual_depth",
     "resumable_changes",
     "to_dict",
-    "warmup_updates",
 ]

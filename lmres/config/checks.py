@@ -85,11 +85,6 @@ def residual_depth(model: ModelConfig, residual: Residual) -> int:
     return model.blocks * (2 if residual.unit == "sublayer" else 1)
 
 
-def warmup_updates(schedule: ScheduleConfig, steps: int) -> int:
-    """``schedule.warmup`` in optimiser updates."""
-    return round(schedule.warmup * steps) if schedule.warmup < 1 else round(schedule.warmup)
-
-
 def _ranges(config: RunConfig) -> list[str]:
     problems = []
     for key, (holds, words) in RANGES.items():
@@ -107,8 +102,8 @@ def _schedule(schedule: ScheduleConfig, train: TrainConfig) -> list[str]:
             f"schedule.warmup={schedule.warmup} must be a whole number of updates, "
             "or below 1 for a fraction of the run"
         )
-    warmup = warmup_updates(schedule, train.steps)
-    decay = round(schedule.decay_fraction * train.steps) if schedule.kind == "wsd" else 0
+    warmup = schedule.warmup_updates(train.steps)
+    decay = schedule.decay_updates(train.steps) if schedule.kind == "wsd" else 0
     if warmup + decay > train.steps:
         parts = f"schedule.warmup={schedule.warmup:g}"
         parts += f" and schedule.decay_fraction={schedule.decay_fraction}" if decay else ""

@@ -2,7 +2,7 @@
 
 import functools
 
-from lmres.config.checks import residual_depth, warmup_updates
+from lmres.config.checks import residual_depth
 from lmres.config.schema import RunConfig
 from lmres.model.config import ModelConfig
 from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Residual
@@ -123,13 +123,13 @@ def _updates(train: TrainConfig, model: ModelConfig) -> str:
 
 
 def _learning_rate(schedule: ScheduleConfig, optimizer: OptimizerConfig, train: TrainConfig) -> str:
-    peak, warmup = optimizer.learning_rate, warmup_updates(schedule, train.steps)
+    peak, warmup = optimizer.learning_rate, schedule.warmup_updates(train.steps)
     end = f"to {peak * schedule.final:g} at update {train.steps}"
     after = {
         "cosine": f"a cosine {end}",
         "linear": f"a line {end}",
         "constant": "constant",
-        "wsd": f"constant, and over the last {round(schedule.decay_fraction * train.steps)} a line {end}",
+        "wsd": f"constant, and over the last {schedule.decay_updates(train.steps)} a line {end}",
     }[schedule.kind]
     return f"learning rate: {warmup} updates of warm-up to {peak:g}, then {after}"
 

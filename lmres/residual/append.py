@@ -106,7 +106,10 @@ def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
     """
     connection = stack.connection
     like = jax.tree.leaves(slots["value"])[0][0]
-    (slot, _, _), emit_vjp = _emit_vjp(connection, g_carry, like, l)
+    # emit is linear in (carry, y), so its transpose may be taken at zero.
+    zeros = jax.tree.map(jnp.zeros_like, (g_carry, like))
+    slot = connection.emit(*zeros, l)[0]
+    _, emit_vjp = jax.vjp(lambda carry, y: connection.emit(carry, y, l)[1:], *zeros)
 
     def through_keys():
         take = lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)  # noqa: E731
@@ -122,14 +125,6 @@ def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
         g_params, g_value = through_keys()
     g_carry, g_y = emit_vjp((g_value, g_carry))
     return g_params, g_carry, g_y
-
-
-def _emit_vjp(connection, carry_like, y_like, l):
-    """``emit`` is linear in (carry, y), so its transpose may be taken at zero; the slot number is static or traced."""
-    zeros = jax.tree.map(jnp.zeros_like, (carry_like, y_like))
-    slot, value, carry = connection.emit(*zeros, l)
-    _, vjp = jax.vjp(lambda carry, y: connection.emit(carry, y, l)[1:], *zeros)
-    return (slot, value, carry), vjp
 
 
 _run.defvjp(_forward, _backward)

@@ -50,6 +50,14 @@ class ScheduleConfig:
     final: float = 0.1
     decay_fraction: float = 0.2
 
+    def warmup_updates(self, steps: int) -> int:
+        """Updates of the warm-up in a run of ``steps``, for a valid ``warmup``."""
+        return round(self.warmup * steps) if self.warmup < 1 else round(self.warmup)
+
+    def decay_updates(self, steps: int) -> int:
+        """Updates of the last decay of "wsd" in a run of ``steps``, for a valid ``decay_fraction``."""
+        return round(self.decay_fraction * steps)
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:

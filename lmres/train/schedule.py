@@ -28,15 +28,13 @@ def warmup_updates(config: ScheduleConfig, steps: int) -> int:
     Raises ValueError, naming ``schedule.warmup``, if it is neither a fraction in [0, 1) nor a whole number <=
     steps.
     """
-    if 0 <= config.warmup < 1:
-        return round(config.warmup * steps)
-    if config.warmup < 0 or config.warmup != int(config.warmup):
+    if config.warmup < 0 or (config.warmup >= 1 and config.warmup != int(config.warmup)):
         raise ValueError(
             f"schedule.warmup={config.warmup} must be a fraction of the run in [0, 1), or a count of updates"
         )
-    if config.warmup > steps:
+    if config.warmup >= 1 and config.warmup > steps:
         raise ValueError(f"schedule.warmup={int(config.warmup)} updates is longer than train.steps={steps}")
-    return int(config.warmup)
+    return config.warmup_updates(steps)
 
 
 def make_schedule(config: ScheduleConfig, steps: int) -> Schedule:
@@ -55,7 +53,7 @@ def make_schedule(config: ScheduleConfig, steps: int) -> Schedule:
     if config.kind == "wsd":
         if not 0.0 <= config.decay_fraction <= 1.0:
             raise ValueError(f"schedule.decay_fraction={config.decay_fraction} must be in [0, 1]")
-        start = steps - round(config.decay_fraction * steps)
+        start = steps - config.decay_updates(steps)
         if start < warmup:
             raise ValueError(
                 f"schedule.warmup={config.warmup} ({warmup} updates) and schedule.decay_fraction="
