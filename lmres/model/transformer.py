@@ -86,7 +86,8 @@ class Transformer(nn.Module):
             remat=c.remat,
             constrain=self.constrain,
         )
-        self.final_norm = RMSNorm(c.norm_eps)
+        if self.connection.final_norm:
+            self.final_norm = RMSNorm(c.norm_eps)
         if not c.tie_embeddings:
             self.head = Head(c)
 
@@ -138,7 +139,7 @@ class Transformer(nn.Module):
 
     def _logits(self, h):
         c = self.config
-        h = self.final_norm(h)
+        h = self.final_norm(h) if self.connection.final_norm else h
         logits = self.embed.attend(h) if c.tie_embeddings else self.head(h)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         if c.logit_softcap is not None:

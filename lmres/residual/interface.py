@@ -71,6 +71,8 @@ class Connection(abc.ABC):
     no_decay: ClassVar[tuple[str, ...]] = ("*",)  # parameter names exempt from weight decay; "*" is all of them
     lr_multipliers: ClassVar[dict[str, float]] = {}  # parameter name -> learning-rate multiplier
     start_tolerance: ClassVar[float | None] = 1e-4  # max |logit difference| to plain at start; None: not equal
+    final_norm: ClassVar[bool] = True  # False if ``close`` returns what is normalised already
+    left_out: ClassVar[str] = ""  # what of the papers is not here since its formula could not be verified
 
     @property
     def name(self) -> str:
@@ -113,6 +115,19 @@ class Connection(abc.ABC):
     @abc.abstractmethod
     def cost(self, depth: int, width: int) -> Cost:
         """Cost in closed form; ``depth`` counts units."""
+
+    def as_plain(self, params: Params, gains: Array, final_gain: Array) -> Params | None:
+        """Connection parameters with which a trained plain pre-norm model keeps its function.
+
+        Args:
+          params: from ``init``.
+          gains: [depth, D], the input norms' gains of the plain model; final_gain: [D], of its final norm. Only
+            connections that hold these norms themselves need them.
+
+        Returns: parameters, or None where no choice of them gives the plain residual. The default is ``params`` for
+        connections that start as the plain residual.
+        """
+        return params if self.start_tolerance is not None else None
 
     def param_axes(self) -> dict[str, dict[str, Axes]]:
         """Logical axis names of each parameter, without the leading layer axis. Default: all replicated."""

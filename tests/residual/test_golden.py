@@ -10,13 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_cases import attention_residuals, denseformer, hyper_connections, mhc
 
 from lmres.ops import sinkhorn
-from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, run_layers
+from lmres.residual import run_layers
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = {c["file"]: c for c in json.loads((GOLDEN / "manifest.json").read_text())["cases"]}
-STACKS = [name for name in CASES if not name.startswith("sinkhorn")]
+ADAPTERS = {  # by the beginning of the file's name; the longest match counts
+    "denseformer": denseformer,
+    "attnres": attention_residuals,
+    "mhc_n": mhc,
+    "hc": hyper_connections,
+}
+STACKS = [name for name in CASES if name.startswith(tuple(ADAPTERS))]
 TOLERANCE = {"float64": (1e-12, 1e-9), "float32": (1e-5, 1e-4)}
 
 
@@ -38,74 +45,6 @@ def assert_close(actual, expected, tolerance, what):
     assert error <= tolerance * max(scale, 1e-30) or error <= tolerance * 1e-3, f"{what}: {error:.2e} of {scale:.2e}"
 
 
-def per_layer(arrays, count, *names):
-    """Stacks the manifest's per-layer arrays: {our name: pattern with {l}}."""
-    return {ours: jnp.stack([arrays[f"param.{theirs.format(l=l)}"] for l in range(count)]) for ours, theirs in names}
-
-
-def adapt(case, arrays):
-    """(connection, params) for a case, from the reference's parameter layout. Differentiable in ``arrays``."""
-    hyper, shared, layers = case["hyper"], {}, {}
-    if case["method"] == "denseformer":
-        spec = DenseFormer(dilation=hyper["dilation"], period=hyper["period"])
-        blocks = sorted(int(k.removeprefix("alpha")) for k in hyper["alpha_source_indices"])
-        shared = {"alpha": jnp.concatenate([arrays[f"param.alpha{b}"] for b in blocks])}
-    elif case["method"] == "attention-residuals":
-        gain = hyper["norm_gain"]
-        spec = AttentionResiduals(block=hyper["block_size"], key_gain=gain, eps=hyper["eps"])
-        names = [("query", "query{l}")] + [("gain", "norm_gain{l}")] * gain
-        shared = per_layer(arrays, hyper["n_sublayers"] + 1, *names)
-    elif case["method"] == "mhc":
-        spec = MHC(
-            streams=hyper["n_streams"],
-            iters=hyper["sinkhorn_iters"],
-            eps=hyper["eps"],
-            norm_eps=hyper["norm_eps"],
-            norm_gain=hyper["norm_gain"],
-            readout=hyper["readout"],
-        )
-        names = [("phi", "fn{l}"), ("alpha", "scale{l}"), ("bias", "base{l}")] + [("gain", "norm_gain{l}")] * hyper[
-            "norm_gain"
-        ]
-        layers = per_layer(arrays, hyper["n_sublayers"], *names)
-        if hyper["readout"] == "head":
-            shared = {
-                "head_phi": arrays["param.head_fn"],
-                "head_alpha": arrays["param.head_scale"][0],
-                "head_bias": arrays["param.head_base"],
-            }
-    else:
-        rms = "RMSNorm" in case["variant"]
-        spec = HyperConnections(
-            streams=hyper["n_streams"], dynamic=hyper["dynamic"], tanh=hyper["tanh"], norm="rms" if rms else "layer"
-        )
-        names = ["static_alpha", "static_beta"]
-        if hyper["dynamic"]:
-            names += ["dynamic_alpha_fn", "dynamic_beta_fn", "dynamic_alpha_scale", "dynamic_beta_scale"]
-            names += ["gamma"] * rms
-        layers = per_layer(arrays, hyper["n_sublayers"], *[(n, "l{l}." + n) for n in names])
-        layers = {n: v.reshape(v.shape[0]) if n.endswith("scale") else v for n, v in layers.items()}
-        if hyper["dynamic"]:
-            layers["dynamic_alpha_fn"] = layers["dynamic_alpha_fn"].swapaxes(1, 2)
-    return spec, {"layers": layers, "shared": shared}
-
-
-def branches_of(case, arrays):
-    """One callable per unit: tanh(z @ W); for DenseFormer the block with its own additive skips."""
-    weights = [arrays[f"branch.W{k}"] for k in range(sum(k.startswith("branch.W") for k in arrays))]
-    if case["method"] != "denseformer":
-        return [lambda z, w=w: jnp.tanh(z @ w) for w in weights]
-    per_block = case["hyper"]["sub_per_block"]
-
-    def block(z, group):
-        for w in group:
-            z = z + jnp.tanh(z @ w)
-        return z
-
-    groups = [weights[i : i + per_block] for i in range(0, len(weights), per_block)]
-    return [lambda z, g=g: block(z, g) for g in groups]
-
-
 class Opened:
     """A connection whose input already is the state (the `*_streams` cases)."""
 
@@ -122,14 +61,15 @@ class Opened:
 @pytest.mark.parametrize("name", STACKS)
 def test_stack_matches_reference(name, dtype):
     case, arrays = CASES[name], load(name, dtype)
+    adapt = ADAPTERS[max((key for key in ADAPTERS if name.startswith(key)), key=len)]
     out_tolerance, grad_tolerance = TOLERANCE[dtype]
     inputs = {k: v for k, v in arrays.items() if k.startswith(("in.", "param.", "branch."))}
 
     def forward(inputs):
-        spec, params = adapt(case, inputs)
+        spec, params, branches = adapt(case, inputs)
         if not case["hyper"].get("expand_input", True):
             spec = Opened(spec)
-        y, record = run_layers(spec, params, branches_of(case, inputs), inputs["in.x"])
+        y, record = run_layers(spec, params, branches, inputs["in.x"])
         outputs = {"y": y, "streams": record.state}
         return sum(jnp.sum(outputs[k[7:]] * v) for k, v in arrays.items() if k.startswith("loss.w.")), (outputs, record)
 

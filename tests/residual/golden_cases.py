@@ -1,0 +1,88 @@
+"""Reference cases as (connection, parameters, branches): one adapter per method.
+
+An adapter takes ``(case, arrays)``: the manifest's entry and the arrays by key. It must be differentiable in ``arrays``.
+"""
+
+import jax.numpy as jnp
+
+from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections
+
+
+def per_layer(arrays, count, *names):
+    """Stacks the manifest's per-layer arrays: (our name, pattern with {l}) pairs."""
+    return {ours: jnp.stack([arrays[f"param.{theirs.format(l=l)}"] for l in range(count)]) for ours, theirs in names}
+
+
+def weights(arrays, name="W"):
+    """The branches' weights in order."""
+    count = sum(k.removeprefix(f"branch.{name}").isdigit() for k in arrays if k.startswith(f"branch.{name}"))
+    return [arrays[f"branch.{name}{k}"] for k in range(count)]
+
+
+def tanh_branches(arrays):
+    """One ``tanh(z @ W)`` per unit."""
+    return [lambda z, w=w: jnp.tanh(z @ w) for w in weights(arrays)]
+
+
+def denseformer(case, arrays):
+    hyper = case["hyper"]
+    spec = DenseFormer(dilation=hyper["dilation"], period=hyper["period"])
+    blocks = sorted(int(k.removeprefix("alpha")) for k in hyper["alpha_source_indices"])
+    shared = {"alpha": jnp.concatenate([arrays[f"param.alpha{b}"] for b in blocks])}
+
+    def block(z, group):  # with its own additive skips
+        for w in group:
+            z = z + jnp.tanh(z @ w)
+        return z
+
+    all_weights, per_block = weights(arrays), hyper["sub_per_block"]
+    groups = [all_weights[i : i + per_block] for i in range(0, len(all_weights), per_block)]
+    return spec, {"layers": {}, "shared": shared}, [lambda z, g=g: block(z, g) for g in groups]
+
+
+def attention_residuals(case, arrays):
+    hyper = case["hyper"]
+    gain = hyper["norm_gain"]
+    spec = AttentionResiduals(block=hyper["block_size"], key_gain=gain, eps=hyper["eps"])
+    names = [("query", "query{l}")] + [("gain", "norm_gain{l}")] * gain
+    shared = per_layer(arrays, hyper["n_sublayers"] + 1, *names)
+    return spec, {"layers": {}, "shared": shared}, tanh_branches(arrays)
+
+
+def mhc(case, arrays):
+    hyper, shared = case["hyper"], {}
+    spec = MHC(
+        streams=hyper["n_streams"],
+        iters=hyper["sinkhorn_iters"],
+        eps=hyper["eps"],
+        norm_eps=hyper["norm_eps"],
+        norm_gain=hyper["norm_gain"],
+        readout=hyper["readout"],
+    )
+    names = [("phi", "fn{l}"), ("alpha", "scale{l}"), ("bias", "base{l}")]
+    names += [("gain", "norm_gain{l}")] * hyper["norm_gain"]
+    layers = per_layer(arrays, hyper["n_sublayers"], *names)
+    if hyper["readout"] == "head":
+        shared = {
+            "head_phi": arrays["param.head_fn"],
+            "head_alpha": arrays["param.head_scale"][0],
+            "head_bias": arrays["param.head_base"],
+        }
+    return spec, {"layers": layers, "shared": shared}, tanh_branches(arrays)
+
+
+def hyper_connections(case, arrays):
+    hyper = case["hyper"]
+    rms = "RMSNorm" in case["variant"]
+    spec = HyperConnections(
+        streams=hyper["n_streams"], dynamic=hyper["dynamic"], tanh=hyper["tanh"], norm="rms" if rms else "layer"
+    )
+    names = ["static_alpha", "static_beta"]
+    if hyper["dynamic"]:
+        names += ["dynamic_alpha_fn", "dynamic_beta_fn", "dynamic_alpha_scale", "dynamic_beta_scale"]
+        names += ["gamma"] * rms
+    layers = per_layer(arrays, hyper["n_sublayers"], *[(n, "l{l}." + n) for n in names])
+    layers = {n: v.reshape(v.shape[0]) if n.endswith("scale") else v for n, v in layers.items()}
+    if hyper["dynamic"]:
+        layers["dynamic_alpha_fn"] = layers["dynamic_alpha_fn"].swapaxes(1, 2)
+    return spec, {"layers": layers, "shared": {}}, tanh_branches(arrays)
