@@ -12,12 +12,14 @@ from lmres.residual.attention_residuals import AttentionResiduals
 from lmres.residual.denseformer import DenseFormer
 from lmres.residual.hyper_connections import HyperConnections
 from lmres.residual.interface import AppendOnly, Connection, Cost, History, layer_params
+from lmres.residual.laurel import LAuReL
 from lmres.residual.mhc import MHC
 from lmres.residual.mixing import depth_mixing, recompose
 from lmres.residual.plain import Plain
+from lmres.residual.scaled import DeepNorm, LayerScale, ReZero
 from lmres.residual.stack import Stack, run_layers
 
-Residual = Plain | DenseFormer | AttentionResiduals | HyperConnections | MHC
+Residual = Plain | DenseFormer | AttentionResiduals | HyperConnections | MHC | ReZero | LayerScale | DeepNorm | LAuReL
 """Every connection; a tagged union by ``kind``."""
 
 __all__ = [
@@ -26,10 +28,14 @@ __all__ = [
     "AttentionResiduals",
     "Connection",
     "Cost",
+    "DeepNorm",
     "DenseFormer",
     "History",
     "HyperConnections",
+    "LAuReL",
+    "LayerScale",
     "Plain",
+    "ReZero",
     "Residual",
     "Stack",
     "depth_mixing",

@@ -64,14 +64,10 @@ class Plain(Connection):
         return e
 
     def read(self, params_l, state, l, context=None):
-        if self.norm != "post":
-            return state, ()
-        if context is None:
-            context = rms_scale(state, self.eps) * params_l["gain"]
-        return (state.astype(context.dtype) * context).astype(state.dtype), context
+        return normalise(params_l, state, self.eps, context) if self.norm == "post" else (state, ())
 
     def write(self, params_l, state, context, y, l):
-        carried = state if self.norm != "post" else (state.astype(context.dtype) * context).astype(state.dtype)
+        carried = state if self.norm != "post" else normalise(None, state, self.eps, context)[0]
         return carried + y
 
     def close(self, params, state, context=None):
@@ -85,3 +81,13 @@ class Plain(Connection):
             moved=3.0 * depth,
             state=1.0,
         )
+
+
+def normalise(params_l, state, eps: float, context=None):
+    """The norm of a sum kept un-normalised, [B, S, D], and the weights [B, S, D] that make it; given weights: replay.
+
+    ``params_l`` holds the gain [D].
+    """
+    if context is None:
+        context = rms_scale(state, eps) * params_l["gain"]
+    return (state.astype(context.dtype) * context).astype(state.dtype), context

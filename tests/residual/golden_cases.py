@@ -5,7 +5,7 @@ An adapter takes ``(case, arrays)``: the manifest's entry and the arrays by key.
 
 import jax.numpy as jnp
 
-from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections
+from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, LAuReL
 
 
 def per_layer(arrays, count, *names):
@@ -86,3 +86,21 @@ def hyper_connections(case, arrays):
     if hyper["dynamic"]:
         layers["dynamic_alpha_fn"] = layers["dynamic_alpha_fn"].swapaxes(1, 2)
     return spec, {"layers": layers, "shared": {}}, tanh_branches(arrays)
+
+
+def laurel(case, arrays):
+    hyper, mode = case["hyper"], case["hyper"]["mode"]
+    previous = max(v.shape[0] for k, v in arrays.items() if k.startswith("param.gam")) if mode == "pa" else 0
+    weights_of = {"rw": "softmax", "rw_lr": "softmax", "gemma": "gemma"}
+    spec = LAuReL(weights=weights_of.get(mode, "none"), rank=hyper["rank"], previous=previous)
+    names, count = [], hyper["n_layers"]
+    if mode == "gemma":  # two matrices that are applied from the left
+        names = [("down", "lau{l}.left"), ("up", "lau{l}.right"), ("gain", "lau{l}.norm")]
+    else:
+        names = [("weights", "rw{l}")] * ("rw" in mode) + [("down", "A{l}"), ("up", "Bm{l}")] * (hyper["rank"] > 0)
+    layers = per_layer(arrays, count, *names)
+    if mode == "gemma":
+        layers |= {k: layers[k].swapaxes(1, 2) for k in ("down", "up")}
+    gammas = [arrays[f"param.gam{l}"] for l in range(count)] if previous else []
+    shared = {"gamma": jnp.concatenate(gammas)} if previous else {}
+    return spec, {"layers": layers, "shared": shared}, tanh_branches(arrays)

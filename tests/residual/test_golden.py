@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_cases import attention_residuals, denseformer, hyper_connections, mhc
+from golden_cases import attention_residuals, denseformer, hyper_connections, laurel, mhc
 
 from lmres.ops import sinkhorn
 from lmres.residual import run_layers
@@ -22,6 +22,7 @@ ADAPTERS = {  # by the beginning of the file's name; the longest match counts
     "attnres": attention_residuals,
     "mhc_n": mhc,
     "hc": hyper_connections,
+    "laurel": laurel,
 }
 STACKS = [name for name in CASES if name.startswith(tuple(ADAPTERS))]
 TOLERANCE = {"float64": (1e-12, 1e-9), "float32": (1e-5, 1e-4)}
