@@ -10,13 +10,15 @@ cotangents into one running cotangent of the history. Two histories live at once
     backward  g_value = g_H[slot] if this was the slot's last write;  (g_c, g_y) = emit^T(g_value, g_c)
               g_x = branch^T(g_y);  (g_params, g_H, g_c) += read^T(g_x)
 
-What is kept between the passes beside the final history: the carry before each unit, and what the branches keep
-under the chosen rematerialisation (their vjp closures are pytrees, so the forward scan can emit them).
+What is kept between the passes beside the final history: the carry before each unit, where reads use it, and what the
+branches keep under the chosen rematerialisation, less what there is anyway: their parameters, and, unless nothing is
+rematerialised, their inputs, which are read again.
 
 There is no forward-mode derivative (``jax.jvp``) of this path, nor of the reads and mixes in ``ops``, whose backward
 passes are written by hand too.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -24,20 +26,49 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lmres.residual.interface import History
+from lmres.residual.interface import History, read_unit
 
 
 def run_append_only(stack, connection_params, branch_params, e: Array, args: Any) -> Array:
     """``stack`` on the embedding ``e`` [B, S, D] for an ``AppendOnly`` connection; returns h [B, S, D]."""
-    connection = stack.connection
-    opened = stack.pin(connection.open(connection_params, e, stack.depth))
-    slots = _run(stack, stack.grouped(connection_params), connection_params["shared"], branch_params, opened, args)
-    # The carry is not read at the end: the last running value is in its slot too.
-    return connection.close(connection_params, History(slots, opened.carry))[0]
+    final = run_history(stack, connection_params, branch_params, e, args)
+    return stack.connection.close(connection_params, final)[0]
+
+
+def run_history(stack, connection_params, branch_params, e: Array, args: Any) -> History:
+    """As ``run_append_only``; returns the final history."""
+    opened = stack.pin(stack.connection.open(connection_params, e, stack.depth))
+    return _run(stack, stack.grouped(connection_params), connection_params["shared"], branch_params, opened, args)
 
 
 def _unit(layers, shared, s):
     return {**jax.tree.map(lambda p: p[s], layers), **shared}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Kept:
+    """A pytree (a vjp closure) without those of its leaves that are there anyway."""
+
+    leaves: list[Any]
+    places: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, closure: Any, there: Any) -> "Kept":
+        leaves, tree = jax.tree.flatten(closure)
+        known = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(there))}
+        places = tuple(known.get(id(leaf)) for leaf in leaves)
+        return cls([leaf for leaf, place in zip(leaves, places) if place is None], places, tree)
+
+    def whole(self, there: Any) -> Any:
+        known, rest = jax.tree.leaves(there), iter(self.leaves)
+        return self.tree.unflatten([next(rest) if place is None else known[place] for place in self.places])
+
+
+def _branch(stack, s, i, args):
+    """Unit ``s`` of copy ``i`` as a function of its parameters and input alone."""
+    return lambda p, x: stack.units[s](p, x, i, args, ())[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -51,47 +82,57 @@ def _forward(stack, layers, shared, branch_params, opened, args):
     def body(state, xs):
         layers_i, branch_params_i, i = xs
         kept = []
-        for s, branch in enumerate(stack.units):
+        for s in range(per_copy):
             l = i * per_copy + s
             params_l = _unit(layers_i, shared, s)
-            x, context = connection.read(params_l, state, l)
-            call = stack.checkpointed(lambda p, x, branch=branch: branch(p, x, i, args, ())[0])
-            y, branch_vjp = jax.vjp(call, branch_params_i[s], x)
-            kept.append((state.carry, branch_vjp))
+            x, context = read_unit(connection, params_l, state, l, s)
+            branch, p = _branch(stack, s, i, args), branch_params_i[s]
+            if stack.remat == "full":
+                y, closure = branch(p, x), ()
+            else:
+                y, vjp = jax.vjp(stack.checkpointed(branch), p, x)
+                closure = Kept.of(vjp, (p, x) if stack.remat == "dots" else p)
+            kept.append((state.carry if connection.reads_carry else (), closure))
             state = stack.pin(connection.write(params_l, state, context, y, l))
         return state, tuple(kept)
 
     xs = (layers, branch_params, jnp.arange(stack.repeats))
     state, kept = jax.lax.scan(body, opened, xs)
-    return state.slots, (layers, shared, state, kept)
+    return state, (layers, shared, branch_params, state, kept, args)
 
 
-def _backward(stack, residuals, g_slots):
-    layers, shared, final, kept = residuals
+def _backward(stack, residuals, cotangent):
+    layers, shared, branch_params, final, kept, args = residuals
     connection, per_copy = stack.connection, len(stack.units)
-    carry_like = final.carry
 
     def body(cotangents, xs):
         g_slots, g_carry, g_shared = cotangents
-        layers_i, kept_i, i = xs
+        layers_i, branch_params_i, kept_i, i = xs
         g_layers_i, g_branches_i = [None] * per_copy, [None] * per_copy
         for s in reversed(range(per_copy)):
             l = i * per_copy + s
-            carry, branch_vjp = kept_i[s]
-            params_l = _unit(layers_i, shared, s)
+            carry, closure = kept_i[s]
+            params_l, p = _unit(layers_i, shared, s), branch_params_i[s]
+            before = History(final.slots, carry if connection.reads_carry else final.carry)
             g_params, g_carry, g_y = _write_vjp(stack, params_l, final.slots, g_slots, g_carry, l)
-            g_branches_i[s], g_x = branch_vjp(g_y)
-            g_read, g_slots, g_carry_read = connection.accumulate(params_l, final.slots, carry, l, g_x, g_slots)
-            g_slots = stack.pin(History(g_slots, carry_like)).slots
-            g_carry = jax.tree.map(jnp.add, g_carry, g_carry_read)
+            x = read_unit(connection, params_l, before, l, s)[0] if stack.remat != "none" else None
+            if stack.remat == "full":
+                vjp = jax.vjp(_branch(stack, s, i, args), p, x)[1]
+            else:
+                vjp = closure.whole((p, x) if stack.remat == "dots" else p)
+            g_branches_i[s], g_x = vjp(g_y)
+            g_read, g_slots, g_carry_read = connection.accumulate(params_l, *before, l, g_x, g_slots)
+            g_slots = stack.pin(History(g_slots, final.carry)).slots
+            if connection.reads_carry:
+                g_carry = jax.tree.map(jnp.add, g_carry, g_carry_read)
             g_params = jax.tree.map(jnp.add, g_params, g_read)
             g_layers_i[s] = {name: g_params[name] for name in layers_i}
             g_shared = {name: g_shared[name] + g_params[name] for name in shared}
         g_layers_i = jax.tree.map(lambda *leaves: jnp.stack(leaves), *g_layers_i)
         return (g_slots, g_carry, g_shared), (g_layers_i, tuple(g_branches_i))
 
-    start = (g_slots, jax.tree.map(jnp.zeros_like, carry_like), jax.tree.map(jnp.zeros_like, shared))
-    xs = (layers, kept, jnp.arange(stack.repeats))
+    start = (*cotangent, jax.tree.map(jnp.zeros_like, shared))
+    xs = (layers, branch_params, kept, jnp.arange(stack.repeats))
     (g_slots, g_carry, g_shared), (g_layers, g_branches) = jax.lax.scan(body, start, xs, reverse=True)
     return g_layers, g_shared, g_branches, History(g_slots, g_carry), None
 
@@ -105,21 +146,20 @@ def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
     of the buffer to compute it from later.
     """
     connection = stack.connection
-    like = jax.tree.leaves(slots["value"])[0][0]
     # emit is linear in (carry, y), so its transpose may be taken at zero.
-    zeros = jax.tree.map(jnp.zeros_like, (g_carry, like))
-    slot = connection.emit(*zeros, l)[0]
+    zeros = jax.tree.map(jnp.zeros_like, g_carry), connection.output_like(slots, g_carry)
+    slot, value_like, _ = connection.emit(*zeros, l)
     _, emit_vjp = jax.vjp(lambda carry, y: connection.emit(carry, y, l)[1:], *zeros)
 
     def through_keys():
         take = lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)  # noqa: E731
-        g_entry = jax.tree.map(take, g_slots)
-        _, keys_vjp = jax.vjp(connection.keys, params_l, take(slots["value"]))
+        g_entry, value = jax.tree.map(take, g_slots), jax.tree.map(take, slots["value"])
+        _, keys_vjp = jax.vjp(connection.keys, params_l, value)
         g_params, g_value = keys_vjp({name: g for name, g in g_entry.items() if name != "value"})
-        return g_params, g_entry["value"] + g_value
+        return g_params, jax.tree.map(jnp.add, g_entry["value"], g_value)
 
     if connection.rewrites:
-        nothing = lambda: jax.tree.map(jnp.zeros_like, (params_l, like))  # noqa: E731
+        nothing = lambda: jax.tree.map(jnp.zeros_like, (params_l, value_like))  # noqa: E731
         g_params, g_value = jax.lax.cond(connection.is_last_write(l, stack.depth), through_keys, nothing)
     else:
         g_params, g_value = through_keys()

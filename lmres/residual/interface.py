@@ -20,6 +20,12 @@ and MLP with a plain residual inside) for methods that are defined on blocks.
 weights c on any other state instead of computing them, and replaying on one-hot states gives the matrix
 (``lmres.residual.mixing``). Functions are called with ``params_l=None`` in a replay.
 
+A unit may take several inputs (attention with separate query, key and value inputs): ``ways`` says how many the
+successive units take, over and over. Such a connection's ``read`` takes ``ways=W``, the number for this unit, and gives
+a tuple of W inputs where W is not 1; ``read_unit`` makes the right call. By convention 3 are query, key and value, and
+4 are these and what the skip around attention starts from (in a unit that is a block). A unit may also lend its keys
+and values to those above it: then ``read`` gives an ``Exchange`` and the unit returns a ``Lent``.
+
 States come in two kinds. *Fixed*: any pytree of constant size (streams); an ordinary scan carry. *Growing*: a
 ``History`` that is only ever appended to; see ``AppendOnly`` below and ``lmres.residual.append`` for why it has its own
 backward pass.
@@ -41,6 +47,35 @@ Index = int | Array
 Axes = PartitionSpec  # of *logical* axis names ("batch", "sequence", "embed", ...), not of mesh axes
 
 _SPEC_CONFIG = {"extra": "forbid"}  # read by pydantic when a spec is a field of a config
+
+
+class Mix(NamedTuple):
+    """Keys or values from units below, of the same tokens: what is used is ``gathered`` + ``own`` @ (the unit's own).
+
+    gathered: [B, S, G, K] for G key/value heads of size K. own: [G, G] over heads, or a scalar.
+    """
+
+    gathered: Array
+    own: Array
+
+
+class Exchange(NamedTuple):
+    """The input of a unit that shares keys and values with others, before positions are applied to them.
+
+    x: [B, S, D]. key, value: what to mix them with; None to use the unit's own.
+    """
+
+    x: Array
+    key: Mix | None
+    value: Mix | None
+
+
+class Lent(NamedTuple):
+    """The output of such a unit: y [B, S, D], and its own keys and values [B, S, G, K], not mixed with others'."""
+
+    y: Array
+    key: Array
+    value: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +106,7 @@ class Connection(abc.ABC):
     no_decay: ClassVar[tuple[str, ...]] = ("*",)  # parameter names exempt from weight decay; "*" is all of them
     lr_multipliers: ClassVar[dict[str, float]] = {}  # parameter name -> learning-rate multiplier
     start_tolerance: ClassVar[float | None] = 1e-4  # max |logit difference| to plain at start; None: not equal
+    ways: ClassVar[tuple[int, ...]] = (1,)  # inputs that the successive units take, repeated over the depth
     final_norm: ClassVar[bool] = True  # False if ``close`` returns what is normalised already
     left_out: ClassVar[str] = ""  # what of the papers is not here since its formula could not be verified
 
@@ -88,6 +124,11 @@ class Connection(abc.ABC):
     def channelwise(self) -> bool:
         """True if weights differ from channel to channel, so that mixing weights have a trailing D axis."""
         return False
+
+    @property
+    def has_matrix(self) -> bool:
+        """False where channels are mixed, so that no matrix over depth exists; then replays are never asked for."""
+        return True
 
     def check(self, depth: int, width: int) -> None:  # noqa: B027 - most connections take any size
         """Raises ValueError when the spec cannot be used with this depth (in units) or width."""
@@ -163,6 +204,8 @@ class AppendOnly(Connection):
     ``rewrites`` is True and ``is_last_write`` says which write that is.
     """
 
+    reads_carry: ClassVar[bool] = True  # False if ``read`` uses the slots only; the carries are not kept then
+
     @property
     def rewrites(self) -> bool:
         """True if some slots are written more than once."""
@@ -208,8 +251,12 @@ class AppendOnly(Connection):
         )
         return History(slots, carry)
 
+    def output_like(self, slots: Any, carry: Any) -> Any:
+        """Zeros like the output of a unit."""
+        return jnp.zeros(slots["value"].shape[1:], slots["value"].dtype)
+
     def accumulate(
-        self, params_l: Params, slots: Any, carry: Any, l: Index, g_x: Array, g_slots: Any
+        self, params_l: Params, slots: Any, carry: Any, l: Index, g_x: Any, g_slots: Any
     ) -> tuple[Params, Any, Any]:
         """Backward of ``read``: (cotangent of params_l, g_slots + cotangent of the slots, cotangent of carry).
 
@@ -217,12 +264,35 @@ class AppendOnly(Connection):
         default as the override's test.
         """
 
+        options = {} if self.ways == (1,) else {"ways": ways_of(g_x)}
+
         def x_of(params_l, slots, carry):
-            return self.read(params_l, History(slots, carry), l)[0]
+            return self.read(params_l, History(slots, carry), l, **options)[0]
 
         _, vjp = jax.vjp(x_of, params_l, slots, carry)
         g_params, g_more, g_carry = vjp(g_x)
         return g_params, jax.tree.map(jnp.add, g_slots, g_more), g_carry
+
+
+def ways_of(x: Any) -> int:
+    """How many inputs ``x`` holds: arrays are one, tuples of them several."""
+    return len(x) if type(x) is tuple else 1
+
+
+def read_unit(
+    connection: Connection, params_l: Params | None, state: State, l: Index, s: int, context: Context = None
+) -> tuple[Any, Context]:
+    """``connection.read`` for unit ``l`` that is number ``s`` (an int, modulo len(ways)) in its copy."""
+    if connection.ways == (1,):
+        return connection.read(params_l, state, l, context)
+    return connection.read(params_l, state, l, context, ways=connection.ways[s % len(connection.ways)])
+
+
+def split_skip(x: Any) -> tuple[Any, Array]:
+    """A block's input as (the first branch's input, where its skip starts)."""
+    if type(x) is tuple:
+        return (x[:-1] if len(x) > 2 else x[0]), x[-1]
+    return x, (x.x if isinstance(x, Exchange) else x)
 
 
 def check_not_negative(**values: float) -> None:

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lmres.residual.interface import Connection
+from lmres.residual.interface import Connection, read_unit, split_skip, ways_of
 
 
-def depth_mixing(connection: Connection, contexts: Sequence[Any], like: Array, inner: int = 1) -> Array:
+def depth_mixing(
+    connection: Connection, contexts: Sequence[Any], like: Array, inner: int = 1, way: int = 0
+) -> Array:
     """The matrix from the contexts of one run.
 
     Args:
@@ -27,10 +29,17 @@ def depth_mixing(connection: Connection, contexts: Sequence[Any], like: Array, i
       like: an array [B, S, D] of the run (the embedding), for shapes and dtype.
       inner: sub-layers inside a unit that is a block with plain additive skips (2 in a transformer); then rows and
         columns are sub-layers. 1 leaves the units as they are.
+      way: which input of the sub-layers that take several (0 query, 1 key, 2 value).
 
     Returns: [L + 1, L + 1, B, S] (reader, source), with a trailing D axis if the connection is channelwise. L is the
     number of sub-layers.
+
+    Raises ValueError for a connection that mixes channels: no such matrix exists then.
     """
+    if not connection.has_matrix:
+        raise ValueError(
+            f"{connection.name} mixes channels on the way up, so it has no depth-mixing matrix (has_matrix is False)"
+        )
     sources = (len(contexts) - 1) * inner + 1
     dtype = jnp.promote_types(like.dtype, jnp.float32)
     one_hot = jnp.eye(sources, dtype=dtype)
@@ -38,14 +47,16 @@ def depth_mixing(connection: Connection, contexts: Sequence[Any], like: Array, i
     if connection.channelwise:
         # Source j is all ones where it stands and nothing elsewhere; one replay per source.
         ones = jnp.ones(like.shape, dtype)
-        one = lambda row: replay(connection, contexts, [w * ones for w in row], blocks)  # noqa: E731
+        one = lambda row: replay(connection, contexts, [w * ones for w in row], blocks, way)  # noqa: E731
         return jax.vmap(one, out_axes=1)(one_hot)
     # Channels are never mixed, so the channel axis can hold the sources: one replay for all.
     values = [jnp.broadcast_to(row, (*like.shape[:-1], sources)) for row in one_hot]
-    return jnp.moveaxis(replay(connection, contexts, values, blocks), -1, 1)
+    return jnp.moveaxis(replay(connection, contexts, values, blocks, way), -1, 1)
 
 
-def replay(connection: Connection, contexts: Sequence[Any], values: Sequence[Array], blocks: bool = False) -> Array:
+def replay(
+    connection: Connection, contexts: Sequence[Any], values: Sequence[Array], blocks: bool = False, way: int = 0
+) -> Array:
     """Reads [L + 1, B, S, W] of a run with fixed weights, whose embedding and outputs are ``values`` ([B, S, W] each).
 
     With ``blocks`` the outputs are those of the sub-layers inside each unit, and the unit's output is its input plus
@@ -56,12 +67,19 @@ def replay(connection: Connection, contexts: Sequence[Any], values: Sequence[Arr
     state = connection.open(None, values[0], units)
     reads = []
     for l in range(units):
-        x, _ = connection.read(None, state, l, contexts[l])
+        x, _ = read_unit(connection, None, state, l, l, contexts[l])
+        y = None
         for value in values[1 + l * inner : 1 + (l + 1) * inner]:
-            reads.append(x)
-            x = x + value if blocks else value
-        state = connection.write(None, state, contexts[l], x, l)
+            x, skip = split_skip(x) if blocks else (x, 0.0)
+            reads.append(pick_way(x, way))
+            x = y = skip + value
+        state = connection.write(None, state, contexts[l], y, l)
     return jnp.stack([*reads, connection.close(None, state, contexts[-1])[0]])
+
+
+def pick_way(x: Any, way: int) -> Array:
+    """One of a unit's inputs; units with fewer give their first."""
+    return x if ways_of(x) == 1 else x[way if way < len(x) else 0]
 
 
 def recompose(matrix: Array, e: Array, outputs: Sequence[Array]) -> Array:

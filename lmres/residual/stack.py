@@ -24,7 +24,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from lmres.residual.append import run_append_only
-from lmres.residual.interface import AppendOnly, Connection, Params, layer_params
+from lmres.residual.interface import (
+    AppendOnly,
+    Connection,
+    Exchange,
+    Lent,
+    Params,
+    layer_params,
+    read_unit,
+    split_skip,
+)
 
 Branch = Callable[[Params, Array, Any, Any, Any], tuple[Array, Any]]
 Remat = Literal["none", "full", "dots"]
@@ -37,26 +46,31 @@ def no_constraint(x: Array, axes: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class PlainBlock:
-    """The branches of one copy with a plain residual inside: the unit of connections that are defined on blocks."""
+    """The branches of one copy with a plain residual inside: the unit of connections that are defined on blocks.
+
+    The first branch may take several inputs, of which the last is where its skip starts, or lend its keys and values.
+    """
 
     branches: tuple[Branch, ...]
 
     def __call__(self, params_i, x, i, args, inputs_i):
-        outputs = []
-        for s, branch in enumerate(self.branches):
-            y, out = branch(params_i[s], x, i, args, inputs_i[s] if inputs_i else ())
-            x = x + y
-            outputs.append(out)
-        return x, tuple(outputs)
+        (_, _, x), outputs = self._run(params_i, x, i, args, inputs_i)
+        return x, outputs
 
     def parts(self, params_i, x, i, args):
         """What each branch reads and returns, and the block's output."""
-        reads, outputs = [], []
+        return self._run(params_i, x, i, args, None)[0]
+
+    def _run(self, params_i, x, i, args, inputs_i):
+        reads, ys, outputs, lent = [], [], [], None
         for s, branch in enumerate(self.branches):
-            y, _ = branch(params_i[s], x, i, args, ())
-            reads.append(x), outputs.append(y)
-            x = x + y
-        return reads, outputs, x
+            x, skip = split_skip(x)
+            y, out = branch(params_i[s], x, i, args, inputs_i[s] if inputs_i else ())
+            if isinstance(y, Lent):
+                y, lent = y.y, y
+            reads.append(x.x if isinstance(x, Exchange) else x), ys.append(y), outputs.append(out)
+            x = skip + y
+        return (reads, ys, x if lent is None else lent._replace(y=x)), tuple(outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +92,14 @@ class Stack:
     scan: bool = True
     remat: Remat = "none"
     constrain: Callable[[Array, Any], Array] = no_constraint
+
+    def __post_init__(self):
+        ways = self.connection.ways
+        if len(self.units) % len(ways):
+            raise ValueError(
+                f"residual.ways={list(ways)} repeats every {len(ways)} units, and a copy has {len(self.units)}; "
+                "give one number, or one per unit of a copy"
+            )
 
     @property
     def units(self) -> tuple[Branch, ...]:
@@ -133,7 +155,7 @@ class Stack:
             for s, unit in enumerate(units):
                 params_l = {**jax.tree.map(lambda p, i=i, s=s: p[i, s], layers), **connection_params["shared"]}
                 l = i * len(units) + s
-                x, context = self.connection.read(params_l, state, l)
+                x, context = read_unit(self.connection, params_l, state, l, s)
                 params_i = jax.tree.map(lambda p, i=i: p[i], by_unit[s])
                 if isinstance(unit, PlainBlock):
                     inner_reads, inner_outputs, y = unit.parts(params_i, x, i, args)
@@ -166,7 +188,7 @@ class Stack:
         for s, unit in enumerate(self.units):
             l = i * len(self.units) + s
             params_l = {**jax.tree.map(lambda p, s=s: p[s], layers), **shared}
-            x, context = self.connection.read(params_l, state, l)
+            x, context = read_unit(self.connection, params_l, state, l, s)
             y, out = unit(branch_params[s], x, i, args, inputs[s])
             state = self.pin(self.connection.write(params_l, state, context, y, l))
             outputs.append(out)
@@ -212,7 +234,7 @@ def run_layers(connection: Connection, params: Params, branches: Sequence[Callab
     reads, outputs, contexts = [], [], []
     for l, branch in enumerate(branches):
         params_l = layer_params(params, l)
-        x, context = connection.read(params_l, state, l)
+        x, context = read_unit(connection, params_l, state, l, l)
         y = branch(x)
         state = connection.write(params_l, state, context, y, l)
         reads.append(x), outputs.append(y), contexts.append(context)
