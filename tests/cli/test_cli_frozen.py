@@ -17,6 +17,7 @@ COMMANDS = {
         "--top-k --top-p"
     ),
     "compare": f"config overrides {DEVICE} {FOLDER} {JSON}",
+    "convert": f"run_folder overrides {DEVICE} {JSON} --out --step --tolerance",
     "variants": f"--depth --dtype {JSON} --width",
     "bench": f"config overrides {DEVICE} {JSON} --output --rounds --variants",
     "data prepare": f"source overrides {JSON} --output --overwrite",
