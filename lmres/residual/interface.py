@@ -105,6 +105,7 @@ class Connection(abc.ABC):
     source: ClassVar[str] = ""  # paper
     no_decay: ClassVar[tuple[str, ...]] = ("*",)  # parameter names exempt from weight decay; "*" is all of them
     lr_multipliers: ClassVar[dict[str, float]] = {}  # parameter name -> learning-rate multiplier
+    no_gradient: ClassVar[dict[str, tuple[int, ...]]] = {}  # parameter name -> rows that can never get a gradient
     start_tolerance: ClassVar[float | None] = 1e-4  # max |logit difference| to plain at start; None: not equal
     ways: ClassVar[tuple[int, ...]] = (1,)  # inputs that the successive units take, repeated over the depth
     final_norm: ClassVar[bool] = True  # False if ``close`` returns what is normalised already

@@ -1,0 +1,197 @@
+"""What the checks share: a small stack, a small model, their parameters, and one compiled program per way to run them.
+
+The stack is ``blocks`` copies of two branches. A branch here is a function of one token, ``y = tanh(q Wq + k Wk + v
+Wv)``, so that whatever mixes tokens is the connection; q, k and v are its three inputs if the connection gives three,
+else the same one. Norms stand where ``branch_norms`` asks for them, with an eps of 1e-12.
+
+Legend: B batch, S sequence, D width, V outputs, L units, G key/value heads, K head size.
+"""
+
+import dataclasses
+import functools
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from lmres.model import ModelConfig, Transformer
+from lmres.ops import rms_norm
+from lmres.residual import Connection, Plain, Stack
+from lmres.residual.interface import Exchange, Lent, Mix
+from lmres.residual.stack import no_constraint
+from lmres.testing.report import Skipped
+
+EPS = 1e-12
+BATCH, SEQUENCE, OUTPUTS, GROUPS = 2, 8, 11, 2
+DTYPES = (jnp.float32, jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """A branch that sees one token at a time; see the head of this file. Parameters: gain [D], query, key, value
+    [D, D]."""
+
+    norms: tuple[str, ...]
+
+    def __call__(self, params_i, x, i, args, inputs_i):
+        shared = x if isinstance(x, Exchange) else None
+        inputs = x if type(x) is tuple else (x if shared is None else x.x,) * 3
+        if "input" in self.norms:
+            inputs = [rms_norm(one, params_i["gain"], EPS) for one in inputs]
+        q, k, v = (one @ params_i[name].astype(one.dtype) for one, name in zip(inputs, ("query", "key", "value")))
+        heads = lambda a: a.reshape(*a.shape[:2], GROUPS, -1)  # noqa: E731
+        k, v = heads(k), heads(v)
+        used_k, used_v = (k, v) if shared is None else (mixed(k, shared.key), mixed(v, shared.value))
+        y = jnp.tanh(q + used_k.reshape(q.shape) + used_v.reshape(q.shape))
+        if "output" in self.norms:
+            y = rms_norm(y, None, EPS)
+        return (y if shared is None else Lent(y, k, v)), ()
+
+
+def mixed(own: Array, mix: Mix | None) -> Array:
+    """Keys or values [B, S, G, K] as a unit uses them."""
+    if mix is None:
+        return own
+    if jnp.ndim(mix.own) == 0:
+        return (mix.gathered + mix.own * own).astype(own.dtype)
+    return (mix.gathered + jnp.einsum("...hg,bsgk->bshk", mix.own, own)).astype(own.dtype)
+
+
+@functools.cache
+def program(stack: Stack):
+    """Compiled: (params, weights, e, g) -> outputs [B, S, V], and the cotangents of (params, weights, e) for the
+    outputs' cotangent g."""
+
+    def outputs(params, weights, e):
+        h, _ = stack(params, (weights["first"], weights["second"]), e)
+        h = rms_norm(h, weights["final"], EPS) if stack.connection.final_norm else h
+        return h @ weights["head"].astype(h.dtype)
+
+    @jax.jit
+    def run(params, weights, e, g):
+        out, vjp = jax.vjp(outputs, params, weights, e)
+        return out, vjp(g)
+
+    return run
+
+
+@functools.cache
+def recorded(stack: Stack):
+    """Compiled: (params, weights, e) -> (h, record), looped."""
+    return jax.jit(lambda params, weights, e: stack.record(params, (weights["first"], weights["second"]), e))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One connection at one size, with everything derived from it made once.
+
+    connection: the spec under test. width: D; blocks: copies of two branches; seed: of all numbers.
+    """
+
+    connection: Connection
+    width: int
+    blocks: int
+    seed: int
+
+    @property
+    def unit_count(self) -> int:
+        """Units of the connection."""
+        return self.blocks * (2 if self.connection.unit == "sublayer" else 1)
+
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(self.seed)
+
+    @cached_property
+    def start(self) -> Any:
+        """The connection's parameters at the start."""
+        return self.connection.init(jax.random.key(self.seed), self.unit_count, self.width)
+
+    @cached_property
+    def params(self) -> Any:
+        """The start with noise on every entry, so that nothing holds only there."""
+        rng = self.rng()
+        return jax.tree.map(lambda p: p + jnp.asarray(rng.normal(0, 0.1, np.shape(p)), jnp.float32), self.start)
+
+    @cached_property
+    def weights(self) -> Any:
+        """Of the branches, the final norm and the outputs; gains are one."""
+        d, rng = self.width, self.rng()
+        draw = lambda *shape: jnp.asarray(rng.normal(0, shape[-2] ** -0.5, shape), jnp.float32)  # noqa: E731
+
+        def branch():
+            matrices = {name: draw(self.blocks, d, d) for name in ("query", "key", "value")}
+            return {"gain": jnp.ones((self.blocks, d)), **matrices}
+
+        return {"first": branch(), "second": branch(), "final": jnp.ones(d), "head": draw(d, OUTPUTS)}
+
+    @cached_property
+    def e(self) -> Array:
+        """The embedding [B, S, D]."""
+        return jnp.asarray(self.rng().normal(size=(BATCH, SEQUENCE, self.width)), jnp.float32)
+
+    @cached_property
+    def g(self) -> Array:
+        """A cotangent [B, S, V] of the outputs."""
+        return jnp.asarray(np.random.default_rng(self.seed + 1).normal(size=(BATCH, SEQUENCE, OUTPUTS)), jnp.float32)
+
+    def stack(self, **options) -> Stack:
+        return stack_of(self.connection, self.blocks, **options)
+
+    def run(self, params=None, weights=None, e=None, g=None, **options):
+        """Outputs, and gradients {"connection", "branches", "embedding"}; what is not given is the setting's."""
+        pick = lambda given, own: own if given is None else given  # noqa: E731
+        arguments = (pick(params, self.params), pick(weights, self.weights), pick(e, self.e), pick(g, self.g))
+        out, grads = program(self.stack(**options))(*arguments)
+        return out, dict(zip(("connection", "branches", "embedding"), grads))
+
+    @cached_property
+    def scanned(self):
+        return self.run()
+
+    @cached_property
+    def recorded(self):
+        """h [B, S, D] and the record of a looped run, its weights included."""
+        return recorded(self.stack())(self.params, self.weights, self.e)
+
+    @cached_property
+    def plain(self):
+        """Outputs of the plain residual with the same weights."""
+        return program(stack_of(Plain(), self.blocks))(
+            {"layers": {}, "shared": {}}, self.weights, self.e, self.g
+        )[0]
+
+    def model(self, constrain=no_constraint) -> Transformer:
+        """A transformer of this width and depth with this connection."""
+        config = ModelConfig(
+            vocab_size=16, context=SEQUENCE, width=self.width, blocks=self.blocks, heads=4, kv_heads=GROUPS,
+            mlp_hidden=2 * self.width, norm_eps=EPS, embedding_std=1.0,
+        )  # fmt: skip
+        if self.width % 8:
+            raise Skipped(f"the small transformer has 4 heads of even size; width={self.width} is not a multiple of 8")
+        return Transformer(config, self.connection, constrain)
+
+    @cached_property
+    def model_params(self) -> Any:
+        """The transformer's, drawn with numpy (compiling the initialisation takes longer than the checks)."""
+        rng = self.rng()
+        shapes = jax.eval_shape(self.model().init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+
+        def draw(path, leaf):
+            gain = jax.tree_util.keystr(path[-1:], simple=True).endswith("gain")
+            return jnp.asarray(rng.normal(1.0 * gain, 0.1 if gain else self.width**-0.5, leaf.shape), jnp.float32)
+
+        params = jax.tree_util.tree_map_with_path(draw, shapes)
+        params["stack"]["connection"] = self.params
+        return params
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        return self.rng().integers(0, 16, (BATCH, SEQUENCE), np.int32)
+
+
+def stack_of(connection: Connection, blocks: int, **options) -> Stack:
+    branch = Branch(tuple(connection.branch_norms))
+    return Stack(connection, (branch, branch), blocks, **options)
