@@ -5,12 +5,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Plain
+from lmres.residual import (
+    MHC,
+    AttentionResiduals,
+    DeepNorm,
+    DenseFormer,
+    HyperConnections,
+    LAuReL,
+    LayerScale,
+    Plain,
+    ReZero,
+)
 
 EPS = 1e-12
 
 # One of each kind for expensive tests.
-KINDS = [Plain(), DenseFormer(), AttentionResiduals(), HyperConnections(), MHC()]
+KINDS = [Plain(), DenseFormer(), AttentionResiduals(), HyperConnections(), MHC(), LAuReL(rank=2, previous=3)]
 
 # Every option that changes the function.
 ALL = [
@@ -29,6 +39,17 @@ ALL = [
     HyperConnections(streams=1),
     MHC(norm_eps=EPS),
     MHC(streams=2, eps=0.0, readout="sum", norm_gain=True, norm_eps=EPS),
+    ReZero(),
+    ReZero(norm="input"),
+    LayerScale(),
+    LayerScale(start=1.0),
+    DeepNorm(alpha=2.0),
+    DeepNorm(alpha=2.0, norm="input"),
+    LAuReL(),
+    LAuReL(weights="softmax"),
+    LAuReL(weights="none", rank=2),
+    LAuReL(rank=2, previous=3),
+    LAuReL(weights="gemma", rank=2),
 ]
 
 

@@ -29,7 +29,17 @@ def add(commands) -> None:
 
 def presets() -> list:
     """Every member of ``Residual`` with options that are in use; one not named here with its defaults."""
-    from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Plain, Residual
+    from lmres.residual import (
+        MHC,
+        AttentionResiduals,
+        DeepNorm,
+        DenseFormer,
+        HyperConnections,
+        LAuReL,
+        Plain,
+        Residual,
+        ReZero,
+    )
 
     known = {
         Plain: [Plain(), Plain(norm="post"), Plain(norm="sandwich")],
@@ -37,6 +47,14 @@ def presets() -> list:
         AttentionResiduals: [AttentionResiduals(), AttentionResiduals(block=4)],
         HyperConnections: [HyperConnections(streams=n, dynamic=d) for d in (False, True) for n in (2, 4)],
         MHC: [MHC()],
+        ReZero: [ReZero(), ReZero(norm="input")],
+        DeepNorm: [DeepNorm(), DeepNorm(norm="input")],
+        LAuReL: [
+            LAuReL(),
+            LAuReL(weights="none", rank=16),
+            LAuReL(rank=16, previous=3),
+            LAuReL(weights="gemma", rank=16),
+        ],
     }
     return [spec for member in typing.get_args(Residual) for spec in known.get(member, [member()])]
 

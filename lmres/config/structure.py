@@ -5,7 +5,17 @@ import functools
 from lmres.config.checks import residual_depth
 from lmres.config.schema import RunConfig
 from lmres.model.config import ModelConfig
-from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Residual
+from lmres.residual import (
+    MHC,
+    AttentionResiduals,
+    DeepNorm,
+    DenseFormer,
+    HyperConnections,
+    LAuReL,
+    LayerScale,
+    Residual,
+    ReZero,
+)
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 
 
@@ -74,6 +84,35 @@ def _(residual: MHC, depth: int) -> str:
         f"{residual.streams} streams, mixed doubly stochastically ({residual.iters} Sinkhorn iterations), "
         f"readout {residual.readout}; {_first_reads(residual.streams, depth)}"
     )
+
+
+@structure.register
+def _(residual: ReZero, depth: int) -> str:
+    norms = "branches without norms" if residual.norm == "none" else "pre-norm branches"
+    return f"{norms}, each output times a learned number that starts at 0"
+
+
+@structure.register
+def _(residual: LayerScale, depth: int) -> str:
+    return f"every channel of an output times a learned number that starts at {residual.start_at(depth):g}"
+
+
+@structure.register
+def _(residual: DeepNorm, depth: int) -> str:
+    inner = "" if residual.norm == "none" else " of a pre-norm branch"
+    return f"the norm of {residual.alpha:g} times what is carried plus the output{inner}"
+
+
+@structure.register
+def _(residual: LAuReL, depth: int) -> str:
+    weights = {
+        "none": "no weights",
+        "unit": "two learned weights that start at 1",
+        "softmax": "two learned weights that sum to 1",
+        "gemma": "Gemma 3n's fixed weights",
+    }[residual.weights]
+    low_rank = f", a low-rank map of rank {residual.rank}" if residual.rank else ""
+    return weights + low_rank + (f" over the last {residual.previous} states" if residual.previous else "")
 
 
 def _first_reads(streams: int, depth: int) -> str:

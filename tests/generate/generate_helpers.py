@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmres.model import ModelConfig, Transformer
-from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Plain
+from lmres.residual import (
+    MHC,
+    AttentionResiduals,
+    DeepNorm,
+    DenseFormer,
+    HyperConnections,
+    LAuReL,
+    LayerScale,
+    Plain,
+    ReZero,
+)
 
 CONNECTIONS = [
     Plain(),
@@ -22,6 +32,10 @@ CONNECTIONS = [
     HyperConnections(),
     MHC(),
     MHC(readout="sum"),
+    ReZero(),
+    LayerScale(),
+    DeepNorm(alpha=2.0, norm="input"),
+    LAuReL(rank=2, previous=3),
 ]
 VOCAB = 23
 

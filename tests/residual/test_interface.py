@@ -45,10 +45,9 @@ def test_data(connection):
     cost = connection.cost(DEPTH, D)
     assert cost.params == sum(p.size for p in jax.tree.leaves(params))
     assert hash(connection) == hash(type(connection)(**vars(connection)))
-    names = set(params["layers"]) | set(params["shared"])
-    assert set(connection.no_decay) - {"*"} <= names | {"gamma"} | {
-        n for n in connection.no_decay if n.startswith("dynamic") and not getattr(connection, "dynamic", True)
-    }
+    of_kind = [c.init(jax.random.key(0), DEPTH, D) for c in ALL if c.kind == connection.kind]
+    names = {name for p in of_kind for group in p.values() for name in group}
+    assert set(connection.no_decay) - {"*"} <= names, "parameters of this or another configuration"
     state = jax.eval_shape(lambda: connection.open(params, jnp.zeros((B, S, D)), DEPTH))
     axes = connection.state_axes()
     for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(axes), strict=True):
