@@ -92,16 +92,9 @@ def model_mixing(
 
     Raises ValueError if every token is padding.
     """
-    kept = int(np.prod(np.shape(tokens))) if segments is None else int(np.sum(np.asarray(segments) != 0))
-    if not kept:
-        raise ValueError("all tokens are padding (segments == 0), so there is nothing to average over")
-    config = model.config
-    if config.dtype == "bfloat16":
-        # cuDNN's attention takes 16-bit floats only.
-        attention = "auto" if config.attention == "cudnn" else config.attention
-        model = model.clone(config=dataclasses.replace(config, dtype="float32", attention=attention))
+    kept, model = kept_tokens(tokens, segments), in_float32(model)
     mean, spread, share_spread, error = jax.device_get(_measure(model, params, tokens, segments, positions))
-    names = [f"{part} {i + 1}" for i in range(config.blocks) for part in ("attn", "mlp")]
+    names = [f"{part} {i + 1}" for i in range(model.config.blocks) for part in ("attn", "mlp")]
     connection = model.connection
     return MixingResult(
         connection=connection.name,
@@ -118,6 +111,24 @@ def model_mixing(
     )
 
 
+def kept_tokens(tokens: Array, segments: Array | None) -> int:
+    """Number of tokens that are not padding. Raises ValueError without any."""
+    kept = int(np.prod(np.shape(tokens))) if segments is None else int(np.sum(np.asarray(segments) != 0))
+    if not kept:
+        raise ValueError("all tokens are padding (segments == 0), so there is nothing to average over")
+    return kept
+
+
+def in_float32(model: Transformer) -> Transformer:
+    """The model in float32 if it computes in something narrower."""
+    config = model.config
+    if config.dtype != "bfloat16":
+        return model
+    # cuDNN's attention takes 16-bit floats only.
+    attention = "auto" if config.attention == "cudnn" else config.attention
+    return model.clone(config=dataclasses.replace(config, dtype="float32", attention=attention))
+
+
 @partial(jax.jit, static_argnums=0)
 def _measure(model, params, tokens, segments, positions):
     # Accelerators multiply float32 coarsely by default, which would drown the error in rounding.
@@ -126,7 +137,7 @@ def _measure(model, params, tokens, segments, positions):
         h, _ = model.connection.close(None, record.state, record.contexts[-1])
         reads = jnp.stack([*record.reads, h])
         keep = jnp.ones(tokens.shape) if segments is None else segments != 0
-        per_token, recomposed = _matrix(model.connection, record, e)
+        per_token, recomposed = token_matrix(model.connection, record, e)
         average = lambda x: jnp.sum(x * keep, axis=(-2, -1)) / jnp.sum(keep)  # noqa: E731
         deviation = lambda x: jnp.sqrt(average((x - average(x)[..., None, None]) ** 2))  # noqa: E731
         sums = jnp.sum(jnp.abs(per_token), axis=1, keepdims=True)
@@ -137,7 +148,7 @@ def _measure(model, params, tokens, segments, positions):
         return average(per_token), deviation(per_token), deviation(shares), error
 
 
-def _matrix(connection: Connection, record, e: Array) -> tuple[Array, Array]:
+def token_matrix(connection: Connection, record, e: Array) -> tuple[Array, Array]:
     """The matrix per token [L + 1, L + 1, B, S], averaged over channels, and the recomposed reads [L + 1, B, S, D]."""
     inner = len(record.outputs) // (len(record.contexts) - 1)
     if not connection.channelwise:
