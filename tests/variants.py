@@ -10,9 +10,14 @@ from lmres.residual import (
     AttentionResiduals,
     DeepNorm,
     DenseFormer,
+    FracConnections,
+    GatedResidual,
+    GeneralizedHyperConnections,
     HyperConnections,
     LAuReL,
     LayerScale,
+    MultiGateResiduals,
+    PerStreamMHC,
     Plain,
     ReZero,
 )
@@ -20,7 +25,19 @@ from lmres.residual import (
 EPS = 1e-12
 
 # One of each kind for expensive tests.
-KINDS = [Plain(), DenseFormer(), AttentionResiduals(), HyperConnections(), MHC(), LAuReL(rank=2, previous=3)]
+KINDS = [
+    Plain(),
+    DenseFormer(),
+    AttentionResiduals(),
+    HyperConnections(),
+    MHC(),
+    LAuReL(rank=2, previous=3),
+    FracConnections(),
+    GeneralizedHyperConnections(streams=3),
+    PerStreamMHC(),
+    GatedResidual(),
+    MultiGateResiduals(slots=3),
+]
 
 # Every option that changes the function.
 ALL = [
@@ -39,6 +56,21 @@ ALL = [
     HyperConnections(streams=1),
     MHC(norm_eps=EPS),
     MHC(streams=2, eps=0.0, readout="sum", norm_gain=True, norm_eps=EPS),
+    MHC(constraint="permutations", norm_eps=EPS),
+    MHC(constraint="kronecker", norm_eps=EPS),
+    MHC(constraint="circulant", streams=3, norm_eps=EPS),
+    MHC(constraint="identity", norm_eps=EPS),
+    MHC(reads="previous", norm_eps=EPS),
+    MHC(reads="previous", constraint="identity", norm_eps=EPS),
+    PerStreamMHC(),
+    FracConnections(),
+    FracConnections(fractions=2, dynamic=False),
+    GeneralizedHyperConnections(streams=3),
+    GeneralizedHyperConnections(streams=4, fractions=4, dynamic=False),
+    GatedResidual(),
+    GatedResidual(streams=2, rank=3, std=0.3),
+    MultiGateResiduals(slots=3),
+    MultiGateResiduals(slots=8, eps=EPS),
     ReZero(),
     ReZero(norm="input"),
     LayerScale(),

@@ -10,9 +10,14 @@ from lmres.residual import (
     AttentionResiduals,
     DeepNorm,
     DenseFormer,
+    FracConnections,
+    GatedResidual,
+    GeneralizedHyperConnections,
     HyperConnections,
     LAuReL,
     LayerScale,
+    MultiGateResiduals,
+    PerStreamMHC,
     Residual,
     ReZero,
 )
@@ -74,16 +79,60 @@ def _(residual: DenseFormer, depth: int) -> str:
 
 @structure.register
 def _(residual: HyperConnections, depth: int) -> str:
-    weights = "weights that depend on the streams" if residual.dynamic else "fixed weights"
-    return f"{residual.streams} streams, {weights}; {_first_reads(residual.streams, depth)}"
+    return f"{residual.streams} streams, {_weights(residual)}; {_first_reads(residual.streams, depth)}"
+
+
+@structure.register
+def _(residual: FracConnections, depth: int) -> str:
+    return f"the state in {residual.fractions} fractions that are mixed, {_weights(residual)}"
+
+
+@structure.register
+def _(residual: GeneralizedHyperConnections, depth: int) -> str:
+    n, m = residual.streams, residual.fractions
+    return f"{n} slots of 1/{m} of the width, of which {m} mixes make up an input, {_weights(residual)}"
 
 
 @structure.register
 def _(residual: MHC, depth: int) -> str:
+    mixed = {
+        "sinkhorn": f"mixed doubly stochastically ({residual.iters} Sinkhorn iterations)",
+        "permutations": "mixed by convex combinations of all permutations",
+        "kronecker": "mixed by Kronecker products of 2 x 2 doubly stochastic matrices",
+        "circulant": "mixed by convex combinations of cyclic shifts",
+        "identity": "not mixed",
+    }[residual.constraint]
+    if residual.reads == "previous":
+        return f"{residual.streams} streams, {mixed}; reads, and the readout, by the weights of the sub-layer before"
     return (
-        f"{residual.streams} streams, mixed doubly stochastically ({residual.iters} Sinkhorn iterations), "
-        f"readout {residual.readout}; {_first_reads(residual.streams, depth)}"
+        f"{residual.streams} streams, {mixed}, readout {residual.readout}; "
+        f"{_first_reads(residual.streams, depth)}"
     )
+
+
+@structure.register
+def _(residual: PerStreamMHC, depth: int) -> str:
+    return (
+        f"{residual.streams} streams, mixed by {residual.iters} Sinkhorn iterations as in the hyper-connections "
+        f"package, not as published; {_first_reads(residual.streams, depth)}"
+    )
+
+
+@structure.register
+def _(residual: GatedResidual, depth: int) -> str:
+    return f"{residual.streams} streams, never mixed, read through a gate on every channel in place of all other norms"
+
+
+@structure.register
+def _(residual: MultiGateResiduals, depth: int) -> str:
+    gated = max(0, depth + 1 - residual.slots)
+    if not gated:
+        return f"each reads the embedding and all outputs before it, in {depth + 1} slots; none is overwritten"
+    return f"{residual.slots} slots, into which the last {gated} of {depth} outputs are blended by gates"
+
+
+def _weights(residual: HyperConnections | FracConnections | GeneralizedHyperConnections) -> str:
+    return "weights that depend on the streams" if residual.dynamic else "fixed weights"
 
 
 @structure.register

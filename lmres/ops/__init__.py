@@ -10,11 +10,12 @@ May import: jax and numpy only.
 from lmres.ops.depth import Span, add_outer, depth_softmax, slot_dots, weighted_sum
 from lmres.ops.norm import normed_projection, rms_norm, rms_scale, stat_dtype
 from lmres.ops.sinkhorn import sinkhorn
-from lmres.ops.streams import combine_streams, mix_streams
+from lmres.ops.streams import add_to_streams, combine_streams, mix_streams
 
 __all__ = [
     "Span",
     "add_outer",
+    "add_to_streams",
     "combine_streams",
     "depth_softmax",
     "mix_streams",

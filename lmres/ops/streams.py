@@ -27,10 +27,19 @@ def mix_streams(mixing: Array, streams: Array, weights: Array, y: Array) -> Arra
     """``out[t] = sum_s mixing[s, t] * streams[s] + weights[t] * y``: streams after a branch returned ``y``.
 
     mixing: [..., n, n], source first; streams: [..., n, D]; weights: [..., n]; y: [..., D]. ``mixing`` and
-    ``weights`` have the leading axes of ``streams`` or none. Returns [..., n, D] in the dtype of ``streams``.
+    ``weights`` have the leading axes of ``streams`` or none. There may be more sources than targets: mixing
+    [..., k, n] and streams [..., k, D]. Returns [..., n, D] in the dtype of ``streams``.
     """
     wide = stat_dtype(streams)
     return _mix(mixing.astype(wide), streams, weights.astype(wide), y)
+
+
+def add_to_streams(streams: Array, weights: Array, y: Array) -> Array:
+    """``out[t] = streams[t] + weights[t] * y``: ``mix_streams`` with the identity.
+
+    streams: [..., n, D]; weights: [..., n], or [n]; y: [..., D]. Returns [..., n, D] in the dtype of ``streams``.
+    """
+    return _add(streams, weights.astype(stat_dtype(streams)), y)
 
 
 def _scaled_sum(weights: Array, streams: Array, axis: int) -> Array:
@@ -90,3 +99,19 @@ def _mix_backward(residuals, g):
 
 
 _mix.defvjp(lambda m, x, w, y: (_mix(m, x, w, y), (m, x, w, y)), _mix_backward)
+
+
+@jax.custom_vjp
+def _add(streams, weights, y):
+    wide = weights.dtype
+    return (streams.astype(wide) + weights[..., None] * y[..., None, :].astype(wide)).astype(streams.dtype)
+
+
+def _add_backward(residuals, g):
+    weights, y = residuals
+    wide = g.astype(weights.dtype)
+    g_weights = _dot("...md,...d->...m", wide, y.astype(wide.dtype))
+    return g, _fit(g_weights, weights), _scaled_sum(weights, wide, -1).astype(y.dtype)
+
+
+_add.defvjp(lambda x, w, y: (_add(x, w, y), (w, y)), _add_backward)

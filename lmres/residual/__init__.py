@@ -10,16 +10,35 @@ May import: ops, jax, flax (only ``linen``). Knows nothing of attention, MLPs, m
 
 from lmres.residual.attention_residuals import AttentionResiduals
 from lmres.residual.denseformer import DenseFormer
+from lmres.residual.fractions import FracConnections, GeneralizedHyperConnections
+from lmres.residual.gated_residual import GatedResidual
 from lmres.residual.hyper_connections import HyperConnections
 from lmres.residual.interface import AppendOnly, Connection, Cost, History, layer_params
 from lmres.residual.laurel import LAuReL
 from lmres.residual.mhc import MHC
+from lmres.residual.mhc_per_stream import PerStreamMHC
 from lmres.residual.mixing import depth_mixing, recompose
+from lmres.residual.multi_gate import MultiGateResiduals
 from lmres.residual.plain import Plain
 from lmres.residual.scaled import DeepNorm, LayerScale, ReZero
 from lmres.residual.stack import Stack, run_layers
 
-Residual = Plain | DenseFormer | AttentionResiduals | HyperConnections | MHC | ReZero | LayerScale | DeepNorm | LAuReL
+Residual = (
+    Plain
+    | DenseFormer
+    | AttentionResiduals
+    | HyperConnections
+    | FracConnections
+    | GeneralizedHyperConnections
+    | MHC
+    | PerStreamMHC
+    | GatedResidual
+    | MultiGateResiduals
+    | ReZero
+    | LayerScale
+    | DeepNorm
+    | LAuReL
+)
 """Every connection; a tagged union by ``kind``."""
 
 __all__ = [
@@ -30,10 +49,15 @@ __all__ = [
     "Cost",
     "DeepNorm",
     "DenseFormer",
+    "FracConnections",
+    "GatedResidual",
+    "GeneralizedHyperConnections",
     "History",
     "HyperConnections",
     "LAuReL",
     "LayerScale",
+    "MultiGateResiduals",
+    "PerStreamMHC",
     "Plain",
     "ReZero",
     "Residual",

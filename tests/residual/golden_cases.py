@@ -1,11 +1,12 @@
 """Reference cases as (connection, parameters, branches): one adapter per method.
 
-An adapter takes ``(case, arrays)``: the manifest's entry and the arrays by key. It must be differentiable in ``arrays``.
+An adapter takes ``(case, arrays)``: the manifest's entry and the arrays by key. It must be differentiable in
+``arrays``.
 """
 
 import jax.numpy as jnp
 
-from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, LAuReL
+from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, LAuReL, PerStreamMHC
 
 
 def per_layer(arrays, count, *names):
@@ -85,6 +86,19 @@ def hyper_connections(case, arrays):
     layers = {n: v.reshape(v.shape[0]) if n.endswith("scale") else v for n, v in layers.items()}
     if hyper["dynamic"]:
         layers["dynamic_alpha_fn"] = layers["dynamic_alpha_fn"].swapaxes(1, 2)
+    return spec, {"layers": layers, "shared": {}}, tanh_branches(arrays)
+
+
+def mhc_per_stream(case, arrays):
+    hyper = case["hyper"]
+    spec = PerStreamMHC(streams=hyper["n_streams"], iters=hyper["sinkhorn_iters"])
+    names = ["static_alpha", "static_beta", "dynamic_alpha_fn", "dynamic_beta_fn", "gamma"]
+    names += ["pre_branch_scale", "residual_scale", "h_post_scale"]
+    layers = per_layer(arrays, hyper["n_sublayers"], *[(n, "l{l}." + n) for n in names])
+    layers["dynamic_alpha_fn"] = layers["dynamic_alpha_fn"][:, 0].swapaxes(1, 2)
+    scales = [layers.pop("pre_branch_scale"), layers.pop("residual_scale")]
+    layers["dynamic_alpha_scale"] = jnp.concatenate(scales, axis=1)
+    layers["dynamic_beta_scale"] = layers.pop("h_post_scale")
     return spec, {"layers": layers, "shared": {}}, tanh_branches(arrays)
 
 

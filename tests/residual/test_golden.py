@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_cases import attention_residuals, denseformer, hyper_connections, laurel, mhc
+from golden_cases import attention_residuals, denseformer, hyper_connections, laurel, mhc, mhc_per_stream
 
 from lmres.ops import sinkhorn
 from lmres.residual import run_layers
@@ -21,6 +21,7 @@ ADAPTERS = {  # by the beginning of the file's name; the longest match counts
     "denseformer": denseformer,
     "attnres": attention_residuals,
     "mhc_n": mhc,
+    "mhc_perstream": mhc_per_stream,
     "hc": hyper_connections,
     "laurel": laurel,
 }
