@@ -16,7 +16,7 @@ Start: w = 0; A column-orthogonal and B = 0, so P = 0; gamma = 1 for x itself an
 (not "softmax": a = b = 1/2; not "gemma"). "gemma": B is drawn and N's gain is 0, since at B = 0 the norm has a slope
 of 1 / sqrt(eps); the start that Gemma uses is not published.
 Cost per sub-layer and token: RW 2 parameters and 3 D FLOPs; LR 2 r D and + (4 r + 1) D; PA + at most k parameters and
-2 k D FLOPs; 3 D moved, with PA (2 k + 1) D.
+(2 k - 1) D FLOPs; 3 D moved, with PA (2 k + 1) D.
 """
 
 import dataclasses
@@ -48,7 +48,6 @@ class LAuReL(Connection):
 
     equation: ClassVar[str] = "x <- a f(x) + b (x + sum_m gamma_m x_{-m} A B)"
     source: ClassVar[str] = "arXiv:2411.07501"
-    no_decay: ClassVar[tuple[str, ...]] = ("weights", "gamma", "gain")  # the paper says nothing of decay
     left_out: ClassVar[str] = "Gemma 3n's placement on attention alone and its other parts"
 
     @property
@@ -56,6 +55,11 @@ class LAuReL(Connection):
         parts = {"none": [], "unit": ["rw"], "softmax": ["softmax"], "gemma": ["gemma"]}[self.weights]
         parts += ([f"lr{self.rank}"] if self.rank else []) + ([f"pa{self.previous}"] if self.previous else [])
         return "-".join(["laurel", *parts])
+
+    @property
+    def no_decay(self):
+        """All but the low-rank maps; the paper says nothing of decay."""
+        return ("weights", *["gain"] * (self.rank > 0), *["gamma"] * (self.previous > 0))
 
     @property
     def start_tolerance(self):
@@ -134,13 +138,15 @@ class LAuReL(Connection):
     def write(self, params_l, state, context, y, l):
         x = self._newest(state)
         wide = lambda a: a.astype(stat_dtype(x))  # noqa: E731
-        p = wide(self._low_rank(params_l, state, l)) if self.rank else 0.0
+        carried = wide(x) * 2.0 if self.weights == "gemma" else wide(x)
+        if self.rank:
+            carried = carried + wide(self._low_rank(params_l, state, l))
         if self.weights == "gemma":
-            new = (wide(y) + 2.0 * wide(x) + p) * 2.0**-0.5
+            new = (wide(y) + carried) * 2.0**-0.5
         elif self.weights == "none":
-            new = wide(y) + (wide(x) + p)
+            new = wide(y) + carried
         else:
-            new = context[0] * wide(y) + context[1] * (wide(x) + p)
+            new = context[0] * wide(y) + context[1] * carried
         new = new.astype(x.dtype)
         return jnp.concatenate([new[..., None, :], state[..., :-1, :]], axis=-2) if self.previous else new
 
@@ -152,7 +158,7 @@ class LAuReL(Connection):
         learned = self.weights in ("unit", "softmax")
         params = depth * (2 * learned + 2 * r * width + width * gemma) + self._gamma_count(depth)
         # Per channel: the additions and weights; A and B; their addition; the weighted sum; the norm.
-        flops = (1 if self.weights == "none" else 3) + (4 * r + 1 if r else 0) + 2 * k + 4 * gemma
+        flops = (1 if self.weights == "none" else 3) + (4 * r + 1 if r else 0) + max(2 * k - 1, 0) + 4 * gemma
         return Cost(params, float(depth * flops * width), depth * (2.0 * k + 1.0 if k else 3.0), float(max(k, 1)))
 
     def state_axes(self):

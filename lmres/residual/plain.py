@@ -10,7 +10,8 @@ The post form keeps the *un-normalised* sum u = h + g(h) as its state and normal
 after the last sub-layer.
 
 Legend: B batch, S sequence, D width, L sub-layers.
-Cost per token: no parameters (post: D gains per sub-layer), 3 D moved per sub-layer (read h and y, write h).
+Cost per token: no parameters (post: D gains per sub-layer), D FLOPs (post: 6 D), 3 D moved per
+sub-layer (read h and y, write h).
 """
 
 import dataclasses
@@ -77,7 +78,7 @@ class Plain(Connection):
         post = self.norm == "post"
         return Cost(
             params=depth * width if post else 0,
-            flops=depth * (5.0 if post else 1.0) * width,
+            flops=depth * (6.0 if post else 1.0) * width,
             moved=3.0 * depth,
             state=1.0,
         )
