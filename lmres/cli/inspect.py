@@ -4,7 +4,9 @@ import itertools
 
 from lmres.cli.options import add_device
 
-_EXAMPLE = "lmres inspect runs/small"
+_EXAMPLE = """lmres inspect runs/small
+lmres inspect runs/small --measure"""
+_ROWS, _TOKENS = 4, 256  # of the validation text that is measured on
 
 
 def add(commands) -> None:
@@ -14,6 +16,12 @@ def add(commands) -> None:
     command.add_argument("run_folder", metavar="RUN", help="folder of a run")
     command.add_argument(
         "--no-verify", action="store_true", help="do not read the arrays to compare their digests"
+    )
+    command.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure on validation text how the newest checkpoint carries information up: over how many sources "
+        "each sub-layer reads, how streams are amplified, how alike they are",
     )
     add_device(command)
 
@@ -40,6 +48,7 @@ def run(args) -> int:
     steps = sorted(configs)
     changes = {later: diff(configs[early], configs[later]) for early, later in itertools.pairwise(steps)}
     good = bool(rows) and not any(row["problem"] for row in rows)
+    measures = measured(args.run_folder) if args.measure else None
     if args.json:
         print_json({
             "run": folder,
@@ -48,6 +57,7 @@ def run(args) -> int:
             "unfinished": unfinished,
             "settings": {change.key: change.new for change in settings},
             "changes": {step: [vars_of(c) for c in found] for step, found in changes.items()},
+            **({"measures": measures.to_dict()} if measures else {}),
         })  # fmt: skip
         return OK if good else FAILED
     state = "listed" if args.no_verify else "complete"
@@ -64,7 +74,58 @@ def run(args) -> int:
     print("\nsettings, default -> this run:")
     for change in settings:
         print(f"  {change}")
+    if measures:
+        print_measures(measures)
     return OK if good else FAILED
+
+
+def measured(name: str):
+    """``lmres.analysis.model_streams`` of a run's newest checkpoint on the first rows of its validation text."""
+    from lmres.analysis import model_streams
+    from lmres.cli.trained import open_run, restore
+    from lmres.data import load_splits
+    from lmres.train.progress import Reporter
+    from lmres.train.run import data_progress
+    from lmres.train.session import build_model
+    from lmres.train.state import abstract_params
+
+    trained, reporter = open_run(name), Reporter(label="inspect")
+    config = trained.config
+    splits = load_splits(
+        config.data, config.model.context, 1, vocab_size=config.model.vocab_size, progress=data_progress(reporter)
+    )
+    model = build_model(config.model, config.residual, splits, None)
+    params, step = restore(trained, model, abstract_params(model), None, reporter.line)
+    batch = next(splits.valid.eval_batches(_ROWS, 1))
+    tokens, segments, positions = (batch[k][:, :_TOKENS] for k in ("inputs", "segment_ids", "positions"))
+    reporter.line(f"measuring step {step} on {int((segments != 0).sum()):,} tokens of validation text")
+    return model_streams(model, params, tokens, segments, positions)
+
+
+def print_measures(found) -> None:
+    """The measures as tables: of the readers, and of the streams by depth."""
+    from lmres.cli.output import print_table
+
+    def cells(summary, *at):
+        return [f"{getattr(summary, key)[at]:.4g}" for key in ("mean", "smallest", "largest")]
+
+    print(f"\nover {found.tokens:,} tokens; mean, smallest, largest")
+    if found.entropy is None:
+        print(f"{found.connection} mixes channels: there is no share of a source in a read")
+    else:
+        print("over how many sources a reader spreads its weights:")
+        rows = [(r, *cells(found.entropy.effective, i), str(i + 1)) for i, r in enumerate(found.readers)]
+        print_table(("reader", "sources", "", "", "of"), rows)
+    if found.gains is None:
+        print(f"{found.connection} has no maps between streams")
+        return
+    print("gain of signals from the embedding to here, of gradients from the readout to here, cosine of streams:")
+    alike = lambda i: cells(found.similarity, i + 1) if found.similarity else ["-"] * 3  # noqa: E731
+    rows = [
+        (unit, *cells(found.gains.forward, 0, i), *cells(found.gains.backward, i, -1), *alike(i))
+        for i, unit in enumerate(found.units)
+    ]
+    print_table(("unit", "signal", "", "", "gradient", "", "", "cosine", "", ""), rows)
 
 
 def vars_of(change) -> dict:

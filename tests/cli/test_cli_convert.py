@@ -33,6 +33,11 @@ def test_a_converted_run_is_evaluated_and_trained_on(lmres, finished, tmp_path):
     assert refused.code == 1 and "holds checkpoints of a run (newest: step 0)" in refused.err
     trained = lmres("train", out, "--resume", "optimizer.learning_rate=1e-3")
     assert trained.code == 0 and "resumed from step 0" in trained.err and "step 3 of 3" in trained.out
+    measured = lmres("inspect", out, "--no-verify", "--measure")
+    assert measured.code == 0 and "measuring step 3" in measured.err
+    assert "over how many sources" in measured.out and "cosine of streams" in measured.out
+    gains = lmres("inspect", out, "--no-verify", "--measure", "--json").json["measures"]["gains"]
+    assert gains["forward"]["mean"][0][0] == pytest.approx(1, abs=0.2) and gains["forward"]["mean"][1][0] is None
     first = read_metrics(out)[0]
     assert first["step"] == 1 and first["loss"] < read_metrics(finished)[0]["loss"] - 0.1
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "bench": f"config overrides {DEVICE} {JSON} --output --rounds --variants",
     "data prepare": f"source overrides {JSON} --output --overwrite",
     "data show": f"store {JSON} --verify",
-    "inspect": f"run_folder {DEVICE} {JSON} --no-verify",
+    "inspect": f"run_folder {DEVICE} {JSON} --measure --no-verify",
     "config": f"prefix {JSON}",
 }
 
