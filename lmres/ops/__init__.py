@@ -7,7 +7,7 @@ float32 (float64 for float64 input) whatever the dtype of the data; results are 
 May import: jax and numpy only.
 """
 
-from lmres.ops.depth import Span, add_outer, depth_softmax, slot_dots, weighted_sum
+from lmres.ops.depth import Span, add_outer, depth_softmax, slot_dots, weighted_sum, weighted_sums
 from lmres.ops.norm import normed_projection, rms_norm, rms_scale, stat_dtype
 from lmres.ops.sinkhorn import sinkhorn
 from lmres.ops.streams import add_to_streams, combine_streams, mix_streams
@@ -26,4 +26,5 @@ __all__ = [
     "slot_dots",
     "stat_dtype",
     "weighted_sum",
+    "weighted_sums",
 ]

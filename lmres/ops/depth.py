@@ -35,97 +35,125 @@ def depth_softmax(logits: Array, valid: Array) -> Array:
 
 
 def weighted_sum(weights: Array, slots: Array, span: Span | None = None) -> Array:
-    """``sum_m weights[m] * slots[m]``, accumulated in the statistics dtype.
+    """``sum_m weights[m] * slots[m]``: one reader of ``weighted_sums``. weights: [M, ...]. Returns [B, S, D]."""
+    return weighted_sums(weights[None], slots, span)[0]
 
-    weights: [M] (the same for every token) or [M, B, S], zero outside ``span``; slots: [M, B, S, D]; span: None for
-    all.
-    Returns [B, S, D] in the dtype of ``slots``.
+
+def weighted_sums(weights: Array, slots: Array, span: Span | None = None) -> Array:
+    """``sum_m weights[r, m] * slots[m]`` for R readers of the same slots, accumulated in the statistics dtype.
+
+    weights, zero outside ``span``: [R, M] (the same for every token and channel), [R, M, D] (per channel),
+    [R, M, B, S] (per token) or [R, M, B, S, H] (per token and head, a head being D / H consecutive channels).
+    slots: [M, B, S, D]. span: None for all.
+    Returns [R, B, S, D] in the dtype of ``slots``.
     """
-    return _weighted_sum(weights.astype(stat_dtype(slots)), slots, span or Span(0, 1, slots.shape[0]))
+    return _weighted_sums(weights.astype(stat_dtype(slots)), slots, span or Span(0, 1, slots.shape[0]))
 
 
 @jax.custom_vjp
-def _weighted_sum(weights: Array, slots: Array, span: Span) -> Array:
-    def walk(weights, slots, span):
-        def body(t, total):
-            m = span.first + span.stride * t
-            return total + _spread(_at(weights, m), total) * _at(slots, m).astype(total.dtype)
+def _weighted_sums(weights: Array, slots: Array, span: Span) -> Array:
+    shape = (weights.shape[0], *slots.shape[1:])
 
-        return jax.lax.fori_loop(0, span.count, body, jnp.zeros(slots.shape[1:], weights.dtype))
+    def walk(weights, slots, span):
+        def body(t, totals):
+            m = span.first + span.stride * t
+            return totals + _spread(_at(weights, m, 1), shape) * _at(slots, m).astype(totals.dtype)
+
+        return jax.lax.fori_loop(0, span.count, body, jnp.zeros(shape, weights.dtype))
 
     def fused(weights, slots, span):
-        return jnp.sum(_spread(weights, slots) * slots.astype(weights.dtype), axis=0)
+        each = _spread(weights, (shape[0], *slots.shape)) * slots.astype(weights.dtype)
+        return jnp.sum(each, axis=1)
 
-    total = jax.lax.platform_dependent(weights, slots, span, cpu=walk, default=fused)
-    return total.astype(slots.dtype)
+    totals = jax.lax.platform_dependent(weights, slots, span, cpu=walk, default=fused)
+    return totals.astype(slots.dtype)
 
 
 def _forward(weights, slots, span):
-    return _weighted_sum(weights, slots, span), (weights, slots, span)
+    return _weighted_sums(weights, slots, span), (weights, slots, span)
 
 
 def _backward(residuals, g):
     weights, slots, span = residuals
     g_slots = add_outer(jnp.zeros_like(slots), weights, g, span)
-    return slot_dots(g, slots, span, weights.ndim), g_slots, None
+    return slot_dots(g, slots, span, weights.shape), g_slots, None
 
 
-_weighted_sum.defvjp(_forward, _backward)
+_weighted_sums.defvjp(_forward, _backward)
 
 
-def slot_dots(g: Array, slots: Array, span: Span, ndim: int = 3) -> Array:
-    """``sum_d g * slots[m]`` for the slots of ``span``, 0 for the others: the cotangent of the weights.
+def slot_dots(g: Array, slots: Array, span: Span, shape: tuple[int, ...]) -> Array:
+    """Sums of ``g[r] * slots[m]`` for the slots of ``span``, 0 for the others: the cotangent of the weights.
 
-    g: [B, S, D]; slots: [M, B, S, D]. Returns [M, B, S], or [M] (summed over tokens too) for ``ndim`` 1.
+    g: [R, B, S, D]; slots: [M, B, S, D]; shape: of the weights, any that ``weighted_sums`` takes.
+    Returns that shape.
     """
     dtype = stat_dtype(slots)
-    equation = "bsd,bsd->bs" if ndim == 3 else "bsd,bsd->"
+    kind = len(shape) - 1  # of weights without the reader axis
 
     def dot(g, slot):
-        return jnp.einsum(equation, g, slot.astype(dtype), precision=jax.lax.Precision.HIGHEST)
+        """One slot's sums, of shape ``(R, *shape[2:])``."""
+        slot = slot.astype(dtype)
+        if kind == 4:
+            g, slot = (x.reshape(*x.shape[:-1], shape[4], -1) for x in (g, slot))
+        equation = {1: "rbsd,bsd->r", 2: "rbsd,bsd->rd", 3: "rbsd,bsd->rbs", 4: "rbshd,bshd->rbsh"}[kind]
+        return jnp.einsum(equation, g, slot, precision=jax.lax.Precision.HIGHEST)
 
     def walk(g, slots, span):
         def body(t, dots):
             m = span.first + span.stride * t
-            return jax.lax.dynamic_update_index_in_dim(dots, dot(g, _at(slots, m)), m, 0)
+            return jax.lax.dynamic_update_index_in_dim(dots, dot(g, _at(slots, m)), m, 1)
 
-        start = jnp.zeros((slots.shape[0], *g.shape[: ndim - 1]), dtype)
-        return jax.lax.fori_loop(0, span.count, body, start)
+        return jax.lax.fori_loop(0, span.count, body, jnp.zeros(shape, dtype))
 
     def fused(g, slots, span):
-        dots = jnp.sum(g * slots.astype(dtype), axis=tuple(range(ndim, slots.ndim)))
-        return jnp.where(_spread(_inside(span, slots.shape[0]), dots), dots, 0)
+        product = g[:, None] * slots.astype(dtype)
+        if kind == 4:
+            product = product.reshape(*product.shape[:4], shape[4], -1)
+        dots = jnp.sum(product, axis={1: (2, 3, 4), 2: (2, 3), 3: 4, 4: 5}[kind])
+        inside = _inside(span, shape[1]).reshape(-1, *[1] * (kind - 1))
+        return jnp.where(inside, dots, 0)
 
     return jax.lax.platform_dependent(g.astype(dtype), slots, span, cpu=walk, default=fused)
 
 
 def add_outer(g_slots: Array, weights: Array, g: Array, span: Span) -> Array:
-    """``g_slots[m] + weights[m] * g`` for the slots of ``span``: the cotangent of the slots, added where it belongs.
+    """``g_slots[m] + sum_r weights[r, m] * g[r]`` for the slots of ``span``: the cotangent of the slots, added where
+    it belongs.
 
-    g_slots: [M, B, S, D]; weights: [M] or [M, B, S], zero outside ``span``; g: [B, S, D].
+    g_slots: [M, B, S, D]; weights: as in ``weighted_sums``, zero outside ``span``; g: [R, B, S, D].
     """
 
     def walk(g_slots, weights, g, span):
         def body(t, g_slots):
             m = span.first + span.stride * t
-            new = _at(g_slots, m) + (_spread(_at(weights, m), g) * g).astype(g_slots.dtype)
-            return jax.lax.dynamic_update_index_in_dim(g_slots, new, m, 0)
+            more = jnp.sum(_spread(_at(weights, m, 1), g.shape) * g, axis=0)
+            return jax.lax.dynamic_update_index_in_dim(g_slots, _at(g_slots, m) + more.astype(g_slots.dtype), m, 0)
 
         return jax.lax.fori_loop(0, span.count, body, g_slots)
 
     def fused(g_slots, weights, g, span):
-        return g_slots + (_spread(weights, g_slots) * g).astype(g_slots.dtype)
+        more = jnp.sum(_spread(weights, (len(g), *g_slots.shape)) * g[:, None], axis=0)
+        return g_slots + more.astype(g_slots.dtype)
 
     return jax.lax.platform_dependent(g_slots, weights, g.astype(weights.dtype), span, cpu=walk, default=fused)
 
 
-def _at(x: Array, m: Array) -> Array:
-    return jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False)
+def _at(x: Array, m: Array, axis: int = 0) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, m, axis, keepdims=False)
 
 
-def _spread(weights: Array, like: Array) -> Array:
-    """``weights`` with trailing axes of size one, to the rank of ``like``."""
-    return jnp.expand_dims(weights, tuple(range(weights.ndim, like.ndim)))
+def _spread(weights: Array, shape: tuple[int, ...]) -> Array:
+    """``weights``, in any of their forms, with axes that broadcast to ``shape``, [R, B, S, D] or [R, M, B, S, D]."""
+    lead = len(shape) - 3
+    kind = weights.ndim - lead
+    if kind == 0:
+        return weights.reshape(*weights.shape, 1, 1, 1)
+    if kind == 1:
+        return weights.reshape(*weights.shape[:lead], 1, 1, shape[-1])
+    if kind == 2:
+        return weights[..., None]
+    return jnp.repeat(weights, shape[-1] // weights.shape[-1], axis=-1)
 
 
 def _inside(span: Span, count: int) -> Array:

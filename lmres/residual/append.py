@@ -91,7 +91,7 @@ def _forward(stack, layers, shared, branch_params, opened, args):
                 y, closure = branch(p, x), ()
             else:
                 y, vjp = jax.vjp(stack.checkpointed(branch), p, x)
-                closure = Kept.of(vjp, (p, x) if stack.remat == "dots" else p)
+                closure = Kept.of(vjp, (p, x) if stack.remat != "none" else p)
             kept.append((state.carry if connection.reads_carry else (), closure))
             state = stack.pin(connection.write(params_l, state, context, y, l))
         return state, tuple(kept)
@@ -119,7 +119,7 @@ def _backward(stack, residuals, cotangent):
             if stack.remat == "full":
                 vjp = jax.vjp(_branch(stack, s, i, args), p, x)[1]
             else:
-                vjp = closure.whole((p, x) if stack.remat == "dots" else p)
+                vjp = closure.whole((p, x) if stack.remat != "none" else p)
             g_branches_i[s], g_x = vjp(g_y)
             g_read, g_slots, g_carry_read = connection.accumulate(params_l, *before, l, g_x, g_slots)
             g_slots = stack.pin(History(g_slots, final.carry)).slots

@@ -16,16 +16,16 @@ Cost: sum_i (floor(i/k) + 1) parameters over the averaged depths; 2 (floor(i/k) 
 import dataclasses
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lmres.ops import Span, add_outer, slot_dots, weighted_sum
-from lmres.residual.interface import AppendOnly, Axes, Cost, History
+from lmres.ops import Span
+from lmres.residual.interface import Axes, Cost, History
+from lmres.residual.weighted import WeightedReads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseFormer(AppendOnly):
+class DenseFormer(WeightedReads):
     """Weighted averages of all earlier block outputs.
 
     dilation: k, read every k-th block output only.
@@ -72,30 +72,16 @@ class DenseFormer(AppendOnly):
         alpha[diagonal[diagonal < count]] = 1.0
         return {"layers": {}, "shared": {"alpha": jnp.asarray(alpha)}}
 
-    def _row(self, params_l, i, depth):
-        """alpha_i as a dense row of M weights; ``i`` may be traced."""
+    def weigh(self, params_l, seen, l, ways, count):
+        """alpha_l as a dense row of M weights; ``l`` may be traced."""
         alpha = params_l["alpha"]
-        table, _ = self._table(depth)
-        return jnp.concatenate([alpha, jnp.array([0.0, 1.0], alpha.dtype)])[jnp.asarray(table)[i]]
+        table, _ = self._table(count - 1)
+        return [jnp.concatenate([alpha, jnp.array([0.0, 1.0], alpha.dtype)])[jnp.asarray(table)[l]][None]], ()
 
-    def read(self, params_l, state, l, context=None):
-        values = state.slots["value"]
-        if context is None:
-            context = self._row(params_l, l, values.shape[0] - 1)
-        return weighted_sum(context, values, self._span(l)), context
-
-    def _span(self, i):
-        """The slots that Y_i reads."""
-        averaged = (i % self.period == 0) & (i > 0)
-        first = jnp.where(averaged, i % self.dilation, i)
-        return Span(first, self.dilation, jnp.where(averaged, i // self.dilation + 1, 1))
-
-    def accumulate(self, params_l, slots, carry, l, g_x, g_slots):
-        values = slots["value"]
-        row, row_vjp = jax.vjp(lambda p: self._row(p, l, values.shape[0] - 1), params_l)
-        span = self._span(l)
-        (g_params,) = row_vjp(slot_dots(g_x, values, span, ndim=1).astype(row.dtype))
-        return g_params, {"value": add_outer(g_slots["value"], row, g_x, span)}, ()
+    def span(self, l):
+        averaged = (l % self.period == 0) & (l > 0)
+        first = jnp.where(averaged, l % self.dilation, l)
+        return Span(first, self.dilation, jnp.where(averaged, l // self.dilation + 1, 1))
 
     def emit(self, carry, y, l):
         return l + 1, y, ()

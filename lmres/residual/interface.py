@@ -205,6 +205,7 @@ class AppendOnly(Connection):
     ``rewrites`` is True and ``is_last_write`` says which write that is.
     """
 
+    two_phase: ClassVar[bool] = False  # True if ``lmres.residual.two_phase`` can run it
     reads_carry: ClassVar[bool] = True  # False if ``read`` uses the slots only; the carries are not kept then
 
     @property

@@ -34,9 +34,10 @@ from lmres.residual.interface import (
     read_unit,
     split_skip,
 )
+from lmres.residual.two_phase import has_two_phases, run_two_phases
 
 Branch = Callable[[Params, Array, Any, Any, Any], tuple[Array, Any]]
-Remat = Literal["none", "full", "dots"]
+Remat = Literal["none", "full", "dots", "inputs"]
 
 
 def no_constraint(x: Array, axes: Any) -> Array:
@@ -82,7 +83,8 @@ class Stack:
     repeats: number of copies.
     scan: one compiled body; False is a Python loop.
     remat: what the backward pass recomputes: "none", "full" (everything inside a copy), "dots" (all but the
-      results of matrix products with weights).
+      results of matrix products with weights). "inputs" is for growing histories: the units' inputs are read
+      again, nothing else.
     constrain: ``f(array, logical axes) -> array`` that pins shardings; the identity by default.
     """
 
@@ -131,7 +133,9 @@ class Stack:
         Returns: the column's output h [B, S, D], and the branches' outputs, stacked like ``inputs``.
         """
         if self.scan and inputs is None and isinstance(self.connection, AppendOnly):
-            h = run_append_only(self, connection_params, self._by_unit(branch_params), e, args)
+            two_phases = has_two_phases(self.connection, len(self.units), self.depth)
+            run = run_two_phases if two_phases else run_append_only
+            h = run(self, connection_params, self._by_unit(branch_params), e, args)
             return h, tuple(() for _ in self.branches)
         inputs = inputs if inputs is not None else tuple(() for _ in self.branches)
         state = self.pin(self.connection.open(connection_params, e, self.depth))
@@ -217,7 +221,7 @@ class Stack:
 
     def checkpointed(self, f: Callable) -> Callable:
         """``f`` under the stack's rematerialisation."""
-        if self.remat == "none":
+        if self.remat in ("none", "inputs"):
             return f
         keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "dots" else None
         # Inside a scan the barriers against common-subexpression elimination are not needed and cost speed.

@@ -18,10 +18,11 @@ from lmres.ops import (
     sinkhorn,
     slot_dots,
     weighted_sum,
+    weighted_sums,
 )
 
 few = settings(max_examples=15, deadline=None)
-M, B, S, D, N = 6, 2, 3, 5, 3
+M, B, S, D, N = 6, 2, 3, 4, 3
 
 
 @pytest.fixture(autouse=True)
@@ -53,40 +54,57 @@ def check_gradients(f, *arrays, tolerance=1e-7):
 spans = [Span(0, 1, 4), Span(1, 2, 3), Span(5, 1, 1), Span(0, 1, M)]
 
 
-@pytest.mark.parametrize("per_token", [True, False])
-@pytest.mark.parametrize("span", spans, ids=str)
-def test_history_reads(span, per_token):
+R = 2
+# Shapes of the weights, how to write them per channel, and the axes of their cotangents.
+FORMS = {
+    "scalar": ((R, M), lambda w: w[..., None, None, None], lambda p: p.sum((2, 3, 4))),
+    "channel": ((R, M, D), lambda w: w[:, :, None, None, :], lambda p: p.sum((2, 3))),
+    "token": ((R, M, B, S), lambda w: w[..., None], lambda p: p.sum(4)),
+    "head": (
+        (R, M, B, S, 2),
+        lambda w: np.repeat(w, D // 2, axis=-1),
+        lambda p: p.reshape(*p.shape[:4], 2, -1).sum(-1),
+    ),
+}
+
+
+def history(form, span):
+    """slots, g, the slots used, weights that are 0 outside the span, and the weights per channel, [R, M, B, S, D]."""
+    shape, spread, _ = FORMS[form]
     rng = np.random.default_rng(0)
-    slots, g = rng.normal(size=(M, B, S, D)), rng.normal(size=(B, S, D))
+    slots, g = rng.normal(size=(M, B, S, D)), rng.normal(size=(R, B, S, D))
     used = np.array([span.first + span.stride * t for t in range(span.count)])
-    weights = np.zeros((M, B, S) if per_token else (M,))
-    weights[used] = rng.normal(size=weights[used].shape)
-    wide = weights if per_token else np.broadcast_to(weights[:, None, None], (M, B, S))
-    expected = np.einsum("mbs,mbsd->bsd", wide, slots)
-    traced = jax.jit(weighted_sum)(weights, slots, span)
-    np.testing.assert_allclose(traced, expected, atol=1e-14)
-    dots = np.einsum("bsd,mbsd->mbs", g, slots)
-    dots[np.setdiff1d(np.arange(M), used)] = 0
-    dots = dots if per_token else dots.sum((1, 2))
-    np.testing.assert_allclose(jax.jit(slot_dots, static_argnums=3)(g, slots, span, weights.ndim), dots, atol=1e-13)
-    outer = slots + wide[..., None] * g
-    np.testing.assert_allclose(jax.jit(add_outer)(slots, weights, g, span), outer, atol=1e-14)
-    _, vjp = jax.vjp(lambda w, h: weighted_sum(w, h, span), weights, slots)
+    weights = np.zeros(shape)
+    weights[:, used] = rng.normal(size=weights[:, used].shape)
+    return slots, g, used, weights, np.broadcast_to(spread(weights), (R, *slots.shape))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("span", spans, ids=str)
+def test_history_reads(span, form):
+    slots, g, used, weights, wide = history(form, span)
+    traced = jax.jit(weighted_sums)(weights, slots, span)
+    np.testing.assert_allclose(traced, np.sum(wide * slots, axis=1), atol=1e-14)
+    np.testing.assert_allclose(weighted_sum(weights[1], slots, span), traced[1], atol=1e-14)
+    dots = FORMS[form][2](g[:, None] * slots)
+    dots[:, np.setdiff1d(np.arange(M), used)] = 0
+    np.testing.assert_allclose(jax.jit(slot_dots, static_argnums=3)(g, slots, span, weights.shape), dots, atol=1e-13)
+    outer = np.sum(wide * g[:, None], axis=0)
+    np.testing.assert_allclose(jax.jit(add_outer)(slots, weights, g, span), slots + outer, atol=1e-14)
+    _, vjp = jax.vjp(lambda w, h: weighted_sums(w, h, span), weights, slots)
     g_weights, g_slots = vjp(jnp.asarray(g))
     np.testing.assert_allclose(g_weights, dots, atol=1e-13)
-    np.testing.assert_allclose(g_slots, wide[..., None] * g, atol=1e-14)
+    np.testing.assert_allclose(g_slots, outer, atol=1e-14)
 
 
-def test_history_reads_are_the_same_where_there_are_no_cheap_loops():
+@pytest.mark.parametrize("form", FORMS)
+def test_history_reads_are_the_same_where_there_are_no_cheap_loops(form):
     """The fused form of accelerators, run on the CPU."""
-    rng = np.random.default_rng(0)
-    slots, g, span = rng.normal(size=(M, B, S, D)), rng.normal(size=(B, S, D)), Span(1, 2, 2)
-    weights = np.zeros((M, B, S))
-    weights[[1, 3]] = rng.normal(size=(2, B, S))
+    span = Span(1, 2, 2)
+    slots, g, _, weights, _ = history(form, span)
     calls = [
-        lambda: weighted_sum(weights, slots, span),
-        lambda: slot_dots(g, slots, span),
-        lambda: slot_dots(g, slots, span, 1),
+        lambda: weighted_sums(weights, slots, span),
+        lambda: slot_dots(g, slots, span, weights.shape),
         lambda: add_outer(jnp.asarray(slots), jnp.asarray(weights), g, span),
     ]
     looped = [call() for call in calls]

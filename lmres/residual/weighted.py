@@ -1,0 +1,112 @@
+"""Reads that are weighted sums of the history: what all connections of this kind share.
+
+    x = finish( sum_m w[m] H[m] ),    w = weigh( what the weights depend on )
+
+The weights may be constants, or depend on the newest entry or on logits stored beside the entries. The backward pass
+goes over the slots twice per input (dot products for the weights, outer products for the slots), and adds in place.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lmres.ops import Span, add_outer, slot_dots, stat_dtype, weighted_sums
+from lmres.residual.interface import AppendOnly, Index, Params, ways_of
+
+Seen = dict[str, Any]
+
+
+class WeightedReads(AppendOnly):
+    """An append-only connection whose reads are weighted sums of slots, one or more per input.
+
+    The context is ``(weights, extra)``: a list of weights, each of some readers and in any form that
+    ``lmres.ops.weighted_sums`` takes, and whatever else ``finish`` needs to be replayed.
+    """
+
+    @abc.abstractmethod
+    def weigh(self, params_l: Params, seen: Seen, l: Index, ways: int, count: int) -> tuple[list[Array], Any]:
+        """The weights, zero outside ``span``, and the extra. ``count`` is the number of slots."""
+
+    @abc.abstractmethod
+    def span(self, l: Index) -> Span:
+        """The slots that unit ``l`` reads; they are complete before it."""
+
+    @property
+    def sees(self) -> tuple[str, ...]:
+        """What weights and ``finish`` depend on beside the parameters, any of
+
+        "newest": the entry [B, S, D] of slot ``l``;
+        "logits": the stored logits [M, rows, ..., B, S] of unit l's readers, ``rows(ways)`` from ``reader(l)`` on;
+        "carry": the carry.
+        """
+        return ()
+
+    @property
+    def reads_carry(self):
+        return "carry" in self.sees
+
+    def reader(self, l: Index) -> Index:
+        """The first row of unit ``l`` among the stored logits; ``l`` may be the depth, for the readout."""
+        return l
+
+    def rows(self, ways: int) -> int:
+        """How many readers a unit with so many inputs has."""
+        return ways
+
+    def finish(self, params_l: Params | None, sums: Sequence[Array], seen: Seen, extra: Any) -> tuple[Any, Any]:
+        """(what the unit reads, the extra that replays it) from the sums, [R, B, S, D] for each array of weights.
+
+        Linear in (sums, seen) given the extra. ``params_l`` is None in a replay; then ``seen`` holds no logits.
+        """
+        (x,) = sums
+        return (x[0] if len(x) == 1 else tuple(x)), extra
+
+    def _seen(self, slots: Any, carry: Any, l: Index, ways: int) -> Seen:
+        found = {}
+        if "newest" in self.sees:
+            found["newest"] = jax.lax.dynamic_index_in_dim(slots["value"], l, 0, keepdims=False)
+        if "logits" in self.sees and "logits" in slots:
+            found["logits"] = jax.lax.dynamic_slice_in_dim(slots["logits"], self.reader(l), self.rows(ways), 1)
+        if "carry" in self.sees:
+            found["carry"] = carry
+        return found
+
+    def read(self, params_l, state, l, context=None, ways=1):
+        seen = self._seen(state.slots, state.carry, l, ways)
+        values, span = state.slots["value"], self.span(l)
+        weights, extra = self.weigh(params_l, seen, l, ways, len(values)) if context is None else context
+        sums = [weighted_sums(w, values, span) for w in weights]
+        x, extra = self.finish(params_l if context is None else None, sums, seen, extra)
+        return x, (weights, extra)
+
+    def accumulate(self, params_l, slots, carry, l, g_x, g_slots):
+        """Backward of ``read``, in place: only what was read is touched."""
+        ways, span, values = ways_of(g_x), self.span(l), slots["value"]
+        seen = self._seen(slots, carry, l, ways)
+        weigh = lambda p, seen: self.weigh(p, seen, l, ways, len(values))  # noqa: E731
+        (weights, extra), weigh_vjp = jax.vjp(weigh, params_l, seen)
+        sums = [weighted_sums(w, values, span) for w in weights]
+        finish = lambda p, sums, seen, extra: self.finish(p, sums, seen, extra)[0]  # noqa: E731
+        # Where finish is the identity its pullback needs no sums, and the compiler drops them.
+        g_params, g_sums, g_seen, g_extra = jax.vjp(finish, params_l, sums, seen, extra)[1](g_x)
+        g_values, g_weights = g_slots["value"], []
+        for w, g in zip(weights, g_sums, strict=True):
+            g = g.astype(stat_dtype(values))
+            g_weights.append(slot_dots(g, values, span, w.shape).astype(w.dtype))
+            g_values = add_outer(g_values, w.astype(g.dtype), g, span)
+        g_more, g_seen_more = weigh_vjp((g_weights, g_extra))
+        g_params, g_seen = jax.tree.map(jnp.add, (g_params, g_seen), (g_more, g_seen_more))
+        g_slots = {**g_slots, "value": g_values}
+        if "newest" in g_seen:
+            new = jax.lax.dynamic_index_in_dim(g_values, l, 0, keepdims=False) + g_seen["newest"]
+            g_slots["value"] = jax.lax.dynamic_update_index_in_dim(g_values, new, l, 0)
+        if "logits" in g_seen:
+            rows, first = g_slots["logits"], self.reader(l)
+            new = jax.lax.dynamic_slice_in_dim(rows, first, self.rows(ways), 1) + g_seen["logits"]
+            g_slots["logits"] = jax.lax.dynamic_update_slice_in_dim(rows, new, first, 1)
+        g_carry = g_seen["carry"] if "carry" in g_seen else jax.tree.map(jnp.zeros_like, carry)
+        return g_params, g_slots, g_carry
