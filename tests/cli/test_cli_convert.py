@@ -42,6 +42,7 @@ def test_a_converted_run_is_evaluated_and_trained_on(lmres, finished, tmp_path):
     assert first["step"] == 1 and first["loss"] < read_metrics(finished)[0]["loss"] - 0.1
 
 
+@pytest.mark.slow  # tests/train/test_convert.py has the same without the command line
 @pytest.mark.parametrize("connection", KINDS, ids=name)
 def test_every_kind_is_converted_or_refused(lmres, finished, tmp_path, connection):
     answer = lmres("convert", finished, *settings(connection).split(), "--out", tmp_path / "new", "--step", "2")
