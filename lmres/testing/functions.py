@@ -171,7 +171,7 @@ def _as_plain(s: Setting, params) -> float:
     if not difference <= tolerance:
         raise Wrong(
             f"with the parameters from as_plain, outputs differ by {difference:.2e} from those of the plain model "
-            f"whose gains it was given; at most {tolerance:.0e}. Return None if no parameters make it the plain residual"
+            f"whose gains it was given; at most {tolerance:.0e}. Return None if no parameters give the plain residual"
         )
     return difference
 
@@ -198,7 +198,7 @@ def matrix(s: Setting) -> dict[str, Any]:
                 raise Wrong(
                     f"what {reader} reads is not the matrix times the outputs below it: off by {float(error[at]):.2e} "
                     f"of {scale:.2e} at [batch, position] {[int(i) for i in at]}. Given the context, read, write and "
-                    "close must be linear in the state and in y; what depends on them otherwise belongs into the context"
+                    "close must be linear in the state and in y; what depends on them otherwise goes into the context"
                 )
     return {"error": largest, "readers": len(record.reads) + 1}
 

@@ -159,9 +159,7 @@ class Setting:
     @cached_property
     def plain(self):
         """Outputs of the plain residual with the same weights."""
-        return program(stack_of(Plain(), self.blocks))(
-            {"layers": {}, "shared": {}}, self.weights, self.e, self.g
-        )[0]
+        return program(stack_of(Plain(), self.blocks))({"layers": {}, "shared": {}}, self.weights, self.e, self.g)[0]
 
     def model(self, constrain=no_constraint) -> Transformer:
         """A transformer of this width and depth with this connection."""
