@@ -19,6 +19,7 @@ from lmres.residual import (
     MultiGateResiduals,
     PerStreamMHC,
     Plain,
+    ResidualMatrix,
     ReZero,
 )
 
@@ -31,7 +32,6 @@ KINDS = [
     AttentionResiduals(),
     HyperConnections(),
     MHC(),
-    LAuReL(rank=2, previous=3),
     FracConnections(),
     GeneralizedHyperConnections(streams=3),
     PerStreamMHC(),
@@ -82,6 +82,7 @@ ALL = [
     LAuReL(weights="none", rank=2),
     LAuReL(rank=2, previous=3),
     LAuReL(weights="gemma", rank=2),
+    ResidualMatrix(keys=6, ways=(1,)),
 ]
 
 

@@ -15,6 +15,7 @@ from lmres.residual.gated_residual import GatedResidual
 from lmres.residual.hyper_connections import HyperConnections
 from lmres.residual.interface import AppendOnly, Connection, Cost, History, layer_params
 from lmres.residual.laurel import LAuReL
+from lmres.residual.matrix import ResidualMatrix
 from lmres.residual.mhc import MHC
 from lmres.residual.mhc_per_stream import PerStreamMHC
 from lmres.residual.mixing import depth_mixing, recompose
@@ -61,6 +62,7 @@ __all__ = [
     "Plain",
     "ReZero",
     "Residual",
+    "ResidualMatrix",
     "Stack",
     "depth_mixing",
     "layer_params",

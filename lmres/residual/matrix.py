@@ -114,20 +114,18 @@ class ResidualMatrix(Connection):
         return {"layers": layers, "shared": shared}
 
     def _store(self, keys, vectors):
-        """``sum_r keys[r] vectors_r'``, [B, S, K, V] in the statistics dtype; keys: [R, K], vectors: [B, S, D]."""
+        """``sum_r keys[r] vectors_r'``, [B, S, K, V]; keys: [R, K], vectors: [B, S, D]."""
         cut = vectors.reshape(*vectors.shape[:-1], keys.shape[0], -1)
-        wide = stat_dtype(vectors)
-        return jnp.einsum("bsrv,rk->bskv", cut, keys.astype(cut.dtype), preferred_element_type=wide)
+        return jnp.einsum("bsrv,rk->bskv", cut, keys.astype(cut.dtype))
 
     def _retrieve(self, keys, gain, state):
         """The norm of the state, retrieved with keys [W, R, K]: [W, B, S, D]."""
         normed = (state.astype(stat_dtype(state)) * rms_scale(state, self.eps, (-2, -1)) * gain).astype(state.dtype)
-        wide = stat_dtype(state)
-        x = jnp.einsum("bskv,wrk->wbsrv", normed, keys.astype(state.dtype), preferred_element_type=wide)
-        return x.reshape(*x.shape[:3], -1).astype(state.dtype)
+        x = jnp.einsum("bskv,wrk->wbsrv", normed, keys.astype(state.dtype))
+        return x.reshape(*x.shape[:3], -1)
 
     def open(self, params, e, depth):
-        return self._store(params["shared"]["open_keys"], e).astype(e.dtype)
+        return self._store(params["shared"]["open_keys"], e)
 
     def read(self, params_l, state, l, context=None, ways=1):
         keys = jax.lax.dynamic_slice_in_dim(params_l["read_keys"], self._first_keys(l), ways)
@@ -136,7 +134,7 @@ class ResidualMatrix(Connection):
 
     def write(self, params_l, state, context, y, l):
         scale = self._depth(params_l["read_keys"].shape[0]) ** -0.5
-        return (state.astype(stat_dtype(state)) + scale * self._store(params_l["write_keys"], y)).astype(state.dtype)
+        return (state.astype(stat_dtype(state)) + self._store(scale * params_l["write_keys"], y)).astype(state.dtype)
 
     def close(self, params, state, context=None):
         shared = params["shared"]

@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 from variants import name
 
-from lmres.residual import DeepNorm, LAuReL, LayerScale, Plain, ReZero, Stack, depth_mixing, recompose, run_layers
-from lmres.residual.matrix import ResidualMatrix
+from lmres.residual import (
+    DeepNorm,
+    LAuReL,
+    LayerScale,
+    Plain,
+    ResidualMatrix,
+    ReZero,
+    Stack,
+    depth_mixing,
+    recompose,
+    run_layers,
+)
 
 DEPTH, B, S, D = 6, 2, 3, 8
 EPS = 1e-6
