@@ -19,7 +19,8 @@ our choice, as copies: slot j is part j mod m of the embedding; and closes with 
 (times a constant where n is no multiple of m). So both start as exactly pre-norm, and m = 1 opens and closes as
 Hyper-Connections.
 Cost per sub-layer and token, k = 1 weight per slot for B in Frac and m in Generalised: n (m + n + k) parameters,
-dynamic + D/m (m + n + k) + 2; FLOPs 2 n D/m (2 m + n), dynamic + 2 n D/m (m + n + k); (3 n/m + 2) D moved when fused.
+dynamic + D/m (m + n + k) + 2; FLOPs about 2 n D/m (2 m + n), dynamic + 2 n D/m (m + n + k + 2); (3 n/m + 2) D moved
+when fused.
 """
 
 import dataclasses

@@ -14,7 +14,8 @@ normalises each slot on its own.
 Legend: n slots, B batch, S sequence, D width, l sub-layer. State: [B, S, n, D/m].
 Start: B = 1, A_m = e_{l mod n}, A_r = I, W = 0, s = 0.01: exactly pre-norm for any n.
 Cost per sub-layer and token, m = 1: n (n + 2) parameters, dynamic + D (n + 2) + 2 (+ D with "rms"); FLOPs
-4 n D (n + 2), static half of that; (3 n + 2) D moved when fused.
+(2 n - 1) D to read and n (2 n + 1) D to write, dynamic + 2 n (n + 4) D ("rms" 3 n D for the norm, not 4 n D);
+(3 n + 2) D moved when fused.
 """
 
 import dataclasses
@@ -29,9 +30,11 @@ from lmres.residual.streams import (
     as_float32,
     check_counts,
     check_streams,
+    logits_flops,
     one_hot,
     open_slots,
     part_of,
+    read_flops,
     read_slots,
     split,
     sum_slots,
@@ -145,11 +148,12 @@ class Slots(Connection):
         n, m = self.slots, self.fractions
         betas, size = m if self.full_write else 1, width // m
         params = n * (m + n + betas)
-        flops = 2.0 * n * size * (m + n + m)
+        flops = read_flops(n, m, size) + n * (2.0 * (n + m) - 1.0) * size
         if self.dynamic:
             params += size * (m + n + betas) + 2 + (size if self.norm == "rms" else 0)
-            flops += 2.0 * n * size * (m + n + betas)
-        return Cost(depth * params, depth * flops, depth * (3.0 * n / m + 2), n / m)
+            flops += logits_flops(n, size, m + n + betas, self.norm == "layer")
+        readout = read_flops(n, m, size) if n > m else 0.0
+        return Cost(depth * params, depth * flops + readout, depth * (3.0 * n / m + 2), n / m)
 
     def state_axes(self):
         return STREAM_AXES

@@ -20,8 +20,9 @@ Start (the papers give alpha = 0.01 only): phi = 0; bias_pre = -1 but +1 at stre
 KromHC; bias_post = 0; bias_comb = 0 for the identity and -8 for the rest. This equals pre-norm up to eps (any bias_pre
 and bias_comb do while the streams are alike), and the one-hot bias_pre breaks the symmetry: with equal bias_pre all
 streams would get the same gradient and never separate.
-Cost per sub-layer and token: (2 n + k) (n D + 1) + 3 parameters; 2 n (2 n + k) D + 2 n (n + 2) D FLOPs and those of the
-constraint (Sinkhorn 4 n^2 t); (3 n + 2) D moved when fused, (2 n + 2) D with "previous".
+Cost per sub-layer and token: (2 n + k) (n D + 1) + 3 parameters; n (4 n + 2 k + 3) D FLOPs for the weights, (2 n - 1) D
+to read, n (2 n + 1) D to write (iHC 2 n D) and those of the constraint (Sinkhorn 4 n^2 t); (3 n + 2) D moved when
+fused, (2 n + 2) D with "previous".
 """
 
 import dataclasses
@@ -39,8 +40,10 @@ from lmres.residual.streams import (
     as_float32,
     check_counts,
     check_streams,
+    logits_flops,
     one_hot,
     open_slots,
+    read_flops,
     sum_slots,
 )
 
@@ -188,10 +191,11 @@ class MHC(Streams):
         n, columns, own = self.streams, sum(self._sizes), self.reads == "own"
         per_layer = columns * (n * width + 1) + len(self._sizes) + (n * width if self.norm_gain else 0)
         head = (n * n * width + n + 1) if self._has_head else 0
-        mixed = 0 if self.constraint == "identity" else n
-        flops = 2.0 * n * (columns + mixed + 2) * width + self.mixing.flops
+        writes = 2.0 if self.constraint == "identity" else 2.0 * n + 1.0
+        flops = logits_flops(1, n * width, columns) + read_flops(n, 1, width) + writes * n * width + self.mixing.flops
+        readout = (read_flops(n, 1, width) if own else 0.0) + (logits_flops(1, n * width, n) if head else 0.0)
         moved = (3.0 if own else 2.0) * n + 2
-        return Cost(depth * per_layer + head, depth * flops, depth * moved, float(n if own else n + 1))
+        return Cost(depth * per_layer + head, depth * flops + readout, depth * moved, float(n if own else n + 1))
 
     def state_axes(self):
         return STREAM_AXES if self.reads == "own" else Ahead(STREAM_AXES, Axes("batch", "sequence", "embed"))

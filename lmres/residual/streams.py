@@ -46,8 +46,20 @@ def sum_slots(slots: Array, m: int = 1) -> Array:
     """[..., D]: part i is the sum of the slots j with j mod m = i. Where n is no multiple of m, the parts with fewer
     slots are scaled up as if all had n / m."""
     n = slots.shape[-2]
+    if n == m:
+        return slots.reshape(*slots.shape[:-2], -1)
     same = part_of(n, m)
     return read_slots(jnp.asarray(same * (n / m / same.sum(axis=0)), jnp.float32), slots)
+
+
+def read_flops(n: int, m: int, size: int) -> float:
+    """FLOPs of ``read_slots``: m mixes of n slots of this size."""
+    return m * (2.0 * n - 1.0) * size
+
+
+def logits_flops(slots: int, size: int, rows: int, centre: bool = False) -> float:
+    """FLOPs of ``rows`` logits for each of the slots, from a norm (``centre``: LayerNorm) and a projection."""
+    return slots * (size * (2.0 * rows + (4.0 if centre else 3.0)) + 5.0 * rows)
 
 
 def part_of(n: int, m: int) -> np.ndarray:
