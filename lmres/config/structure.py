@@ -19,6 +19,7 @@ from lmres.residual import (
     MultiGateResiduals,
     PerStreamMHC,
     Residual,
+    ResidualMatrix,
     ReZero,
 )
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
@@ -162,6 +163,12 @@ def _(residual: LAuReL, depth: int) -> str:
     }[residual.weights]
     low_rank = f", a low-rank map of rank {residual.rank}" if residual.rank else ""
     return weights + low_rank + (f" over the last {residual.previous} states" if residual.previous else "")
+
+
+@structure.register
+def _(residual: ResidualMatrix, depth: int) -> str:
+    ways = ", ".join(str(w) for w in residual.ways)
+    return f"a matrix with keys of {residual.keys} numbers; sub-layers take {ways} inputs each, over and over"
 
 
 def _first_reads(streams: int, depth: int) -> str:
