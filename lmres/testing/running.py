@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from lmres.generate import extend, prefill
 from lmres.sharding import MeshConfig, batch_sharding, constrainer, make_mesh, param_shardings
 from lmres.testing.report import Skipped, compare
-from lmres.testing.setting import BATCH, SEQUENCE, Setting
+from lmres.testing.setting import BATCH, SEQUENCE, Setting, compiled
 
 TOLERANCE = 2e-5
 PROMPT = 4
@@ -38,13 +38,13 @@ def remat(s: Setting) -> dict[str, Any]:
 def decode(s: Setting) -> dict[str, Any]:
     """A transformer reads a prompt into its cache, then one token at a time."""
     model, params, tokens = s.model(), s.model_params, s.tokens
-    full = jax.jit(lambda p, t: model.apply({"params": p}, t))(params, tokens)
+    full = compiled(lambda p, t: model.apply({"params": p}, t))(params, tokens)
     ones = np.ones_like(tokens)
     positions = np.arange(SEQUENCE, dtype=np.int32) * ones
     part = slice(0, PROMPT)
     arrays = (tokens, ones, positions)
-    read = jax.jit(prefill, static_argnums=(0, 5))
-    step = jax.jit(extend, static_argnums=0)
+    read = compiled(prefill, static_argnums=(0, 5))
+    step = compiled(extend, static_argnums=0)
     logits, past = read(model, params, *(a[:, part] for a in arrays), SEQUENCE)
     pieces = [logits]
     for t in range(PROMPT, SEQUENCE):

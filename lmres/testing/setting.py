@@ -60,6 +60,12 @@ def mixed(own: Array, mix: Mix | None) -> Array:
     return (mix.gathered + jnp.einsum("...hg,bsgk->bshk", mix.own, own)).astype(own.dtype)
 
 
+def compiled(f, **options):
+    """``jax.jit``, for programs that are run once or twice: on a CPU little time is spent on making them fast."""
+    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(f, compiler_options=quick, **options)
+
+
 @functools.cache
 def program(stack: Stack):
     """Compiled: (params, weights, e, g) -> outputs [B, S, V], and the cotangents of (params, weights, e) for the
@@ -70,18 +76,17 @@ def program(stack: Stack):
         h = rms_norm(h, weights["final"], EPS) if stack.connection.final_norm else h
         return h @ weights["head"].astype(h.dtype)
 
-    @jax.jit
     def run(params, weights, e, g):
         out, vjp = jax.vjp(outputs, params, weights, e)
         return out, vjp(g)
 
-    return run
+    return compiled(run)
 
 
 @functools.cache
 def recorded(stack: Stack):
     """Compiled: (params, weights, e) -> (h, record), looped."""
-    return jax.jit(lambda params, weights, e: stack.record(params, (weights["first"], weights["second"]), e))
+    return compiled(lambda params, weights, e: stack.record(params, (weights["first"], weights["second"]), e))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,16 +15,22 @@ from lmres.residual.interface import Axes
 from lmres.testing import CHECKS, ResidualCheckError, check_residual, running
 from lmres.testing.counting import count
 
-SOME_SLOW = [*KINDS, *(pytest.param(c, marks=pytest.mark.slow) for c in ALL if c not in KINDS)]
 
 
-@pytest.mark.parametrize("connection", SOME_SLOW, ids=name)
-def test_every_connection_passes(connection):
+@pytest.mark.parametrize("connection", KINDS, ids=name)
+def test_every_kind_passes(connection):
     report = check_residual(connection)
     reasons = {} if connection.has_matrix else {"matrix": "it mixes channels"}
     assert set(report.passed) == set(CHECKS) - set(reasons)
     assert all(reason in report.skipped[check] for check, reason in reasons.items())
     assert report.passed["sharded"]["devices"] == jax.device_count()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connection", [c for c in ALL if c not in KINDS], ids=name)
+def test_every_option_passes(connection):
+    """Without the checks that run the same functions once more in another way."""
+    check_residual(connection, only=[check for check in CHECKS if check not in ("remat", "decode", "sharded")])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
