@@ -52,9 +52,7 @@ class Constraint:
         return len(self.start)
 
 
-def doubly_stochastic(
-    n: int, iters: int = 20, *, first: int = 1, eps: float = 0.0, off: float = OFF
-) -> Constraint:
+def doubly_stochastic(n: int, iters: int = 20, *, first: int = 1, eps: float = 0.0) -> Constraint:
     """Sinkhorn's iteration of a full matrix of logits, row-major; see ``lmres.ops.sinkhorn`` for the options. With
     ``first=1`` the sums over the sources are the exact ones: streams that are alike stay as they are."""
 
@@ -63,7 +61,8 @@ def doubly_stochastic(
         square = jnp.moveaxis(logits, -1, 0).reshape(n, n, *logits.shape[:-1])
         return jnp.moveaxis(sinkhorn(square, iters, first=first, eps=eps), (0, 1), (-2, -1))
 
-    return Constraint(off * (1.0 - np.eye(n)).reshape(-1), matrix, 4.0 * n * n * iters)
+    per_entry = 4.0 if eps else 10.0  # in an iteration; without eps on logarithms
+    return Constraint(OFF * (1.0 - np.eye(n)).reshape(-1), matrix, per_entry * n * n * iters)
 
 
 def convex(corners: np.ndarray) -> Constraint:

@@ -21,8 +21,8 @@ KromHC; bias_post = 0; bias_comb = 0 for the identity and -8 for the rest. This 
 and bias_comb do while the streams are alike), and the one-hot bias_pre breaks the symmetry: with equal bias_pre all
 streams would get the same gradient and never separate.
 Cost per sub-layer and token: (2 n + k) (n D + 1) + 3 parameters; n (4 n + 2 k + 3) D FLOPs for the weights, (2 n - 1) D
-to read, n (2 n + 1) D to write (iHC 2 n D) and those of the constraint (Sinkhorn 4 n^2 t); (3 n + 2) D moved when
-fused, (2 n + 2) D with "previous".
+to read, n (2 n + 1) D to write (iHC 2 n D) and those of the constraint (Sinkhorn 4 n^2 t, without eps 10 n^2 t);
+(3 n + 2) D moved when fused, (2 n + 2) D with "previous".
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ Legend: n streams, B batch, S sequence, D width, l sub-layer. State: [B, S, n, D
 Start: that of ``mhc``, W = 0, static reads +1 at stream l mod n and -1 elsewhere, mixes 0 on the diagonal and -8 off
 it, writes 0: exactly pre-norm, since a symmetric matrix has both sums equal. The package starts with the ones, identity
 and one-hot of Hyper-Connections as logits, which is not plain.
-Cost per sub-layer and token: (n + D) (n + 2) + D + 3 parameters; FLOPs of ``hyper_connections`` and 4 n^2 t;
+Cost per sub-layer and token: (n + D) (n + 2) + D + 3 parameters; FLOPs of ``hyper_connections`` and 10 n^2 t;
 (3 n + 2) D moved when fused.
 """
 

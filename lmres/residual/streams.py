@@ -78,10 +78,10 @@ def as_float32(params: Params) -> Params:
 
 
 def check_counts(**values: int) -> None:
-    """Raises ValueError naming the first of a spec's counts that is below one."""
-    for key, value in values.items():
-        if value < 1:
-            raise ValueError(f"residual.{key}={value} must be at least 1")
+    """Raises ValueError naming a spec's counts if one of them is below one."""
+    if min(values.values()) < 1:
+        named = " and ".join(f"residual.{key}={value}" for key, value in values.items())
+        raise ValueError(f"{named} must be at least 1")
 
 
 def check_streams(state: Array, n: int) -> None:

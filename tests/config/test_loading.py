@@ -1,12 +1,15 @@
 """Files and overrides to configs: what is read, and what each mistake is answered with."""
 
+import dataclasses
+import typing
 from pathlib import Path
 
 import pytest
 
 from lmres.config import ConfigError, RunConfig, check_config, load_compare, load_config
-from lmres.residual import MHC, AttentionResiduals, HyperConnections, Plain
+from lmres.residual import MHC, AttentionResiduals, HyperConnections, Plain, Residual
 
+KINDS = {c.kind: {f.name for f in dataclasses.fields(c)} for c in typing.get_args(Residual)}
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -150,14 +153,16 @@ def test_include(write, tmp_path):
         ),
         (
             "residual: {kind: mch}\n",
-            "run.yaml:1:18: residual.kind: expected one of plain, denseformer, attnres, hc, mhc, found 'mch' "
+            f"run.yaml:1:18: residual.kind: expected one of {', '.join(KINDS)}, found 'mch' "
             "(text); did you mean 'mhc'?",
         ),
         ("residual: {kind: 3}\n", "run.yaml:1:18: residual.kind: expected one of plain, denseformer, "),
         (
             "residual: {kind: plain, streams: 4}\n",
             "run.yaml:1:34: residual.streams: unknown key of residual.kind=plain; it belongs to "
-            "residual.kind=hc or mhc (keys: kind, norm, eps)",
+            "residual.kind="
+            + " or ".join(kind for kind, keys in KINDS.items() if "streams" in keys)
+            + " (keys: kind, norm, eps)",
         ),
         (
             "residual: {streams: 4}\n",
