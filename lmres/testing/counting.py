@@ -58,14 +58,18 @@ def _while(eqn, inputs, total):
 
 def _scan(eqn, inputs, total):
     p = eqn.params
-    a, b = p["num_consts"], p["num_consts"] + p["num_carry"]
+    # Constants, carry, slices. How many of each is told by the ranks, since the parameters' names differ by version.
+    body = getattr(p["jaxpr"], "jaxpr", p["jaxpr"])
+    sliced = sum(v.aval.ndim > w.aval.ndim for v, w in zip(eqn.invars, body.invars, strict=True))
+    carried = sum(v.aval.ndim == w.aval.ndim for v, w in zip(eqn.outvars, body.outvars, strict=True))
+    a, b = len(inputs) - sliced - carried, len(inputs) - sliced
     consts, carry, xs = inputs[:a], inputs[a:b], inputs[b:]
     order = range(p["length"])
     rows = []
     for i in reversed(order) if p["reverse"] else order:
         out = _call(p["jaxpr"], [*consts, *carry, *(x[i] for x in xs)], total)
-        carry = out[: p["num_carry"]]
-        rows.append(out[p["num_carry"] :])
+        carry = out[:carried]
+        rows.append(out[carried:])
     rows = rows[::-1] if p["reverse"] else rows
     return [*carry, *(np.stack(leaves) for leaves in zip(*rows))]
 

@@ -16,7 +16,6 @@ from lmres.testing import CHECKS, ResidualCheckError, check_residual, running
 from lmres.testing.counting import count
 
 
-
 @pytest.mark.parametrize("connection", KINDS, ids=name)
 def test_every_kind_passes(connection):
     report = check_residual(connection)
