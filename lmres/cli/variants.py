@@ -114,9 +114,15 @@ def run(args) -> int:
         raise CommandError(f"--depth {args.depth} must be an even number of sub-layers, 2 per block")
     if args.width < 1:
         raise CommandError(f"--width {args.width} must be at least 1")
-    rows = [described(c, args.depth, args.width, ITEMSIZE[args.dtype]) for c in presets()]
+    rows, refused = [], {}
+    for connection in presets():
+        try:
+            rows.append(described(connection, args.depth, args.width, ITEMSIZE[args.dtype]))
+        except ValueError as error:  # not with this depth or width
+            refused[connection.name] = str(error)
     if args.json:
-        print_json({"depth": args.depth, "width": args.width, "dtype": args.dtype, "variants": rows})
+        shape = {"depth": args.depth, "width": args.width, "dtype": args.dtype}
+        print_json({**shape, "variants": rows, "refused": refused})
         return OK
     print_table(
         (
@@ -137,5 +143,7 @@ def run(args) -> int:
     for kind in dict.fromkeys(r["kind"] for r in rows):
         first = next(r for r in rows if r["kind"] == kind)
         print(f"{kind}: {first['equation']}    {first['source']}")
+    for name, reason in refused.items():
+        print(f"not listed: {name}, {reason}")
     print(f"\n{args.depth} sub-layers of width {args.width} in {args.dtype}.\n{_LEGEND}")
     return OK

@@ -180,6 +180,7 @@ class HyperConnections(Slots):
 
     equation: ClassVar[str] = "u = A_m' H,  H <- A_r' H + B' g(u)"
     source: ClassVar[str] = "arXiv:2409.19606"
+    left_out: ClassVar[str] = "the factor sqrt(n) on the start of the branches' last matrices: up or down is unclear"
     no_decay: ClassVar[tuple[str, ...]] = (*Slots.no_decay, "gamma")
 
     @property

@@ -87,8 +87,9 @@ class MHC(Streams):
     constraint: Literal["sinkhorn", "permutations", "kronecker", "circulant", "identity"] = "sinkhorn"
     reads: Literal["own", "previous"] = "own"
 
-    equation: ClassVar[str] = "u = H_pre X,  X <- Sinkhorn(.) X + H_post' g(u)"
-    source: ClassVar[str] = "arXiv:2512.24880"
+    equation: ClassVar[str] = "u = H_pre X,  X <- H_res X + H_post' g(u),  H_res doubly stochastic"
+    source: ClassVar[str] = "arXiv:2512.24880; lite 2601.05732, Kronecker 2601.21579, single pass 2609.19969"
+    left_out: ClassVar[str] = "other constraints (go-mHC, TBP-mHC, JPmHC, oHC, sHC), and xHC's sparse slots"
 
     @property
     def name(self):

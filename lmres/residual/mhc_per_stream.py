@@ -44,7 +44,7 @@ class PerStreamMHC(Slots):
     tanh: ClassVar[bool] = False
     norm: ClassVar[Literal["layer", "rms"]] = "rms"
     equation: ClassVar[str] = "as mhc, with weights from each stream's own norm (not the published form)"
-    source: ClassVar[str] = "lucidrains/hyper-connections 0.4.11"
+    source: ClassVar[str] = "the hyper-connections package 0.4.11, after arXiv:2512.24880"
     no_decay: ClassVar[tuple[str, ...]] = (*Slots.no_decay, "gamma")
 
     @property

@@ -41,6 +41,7 @@ class MultiGateResiduals(Connection):
 
     equation: ClassVar[str] = "h = sum_i softmax_i(w . Norm s_i / sqrt(D)) s_i,  s_i <- (1 - g_i) s_i + g_i g(h)"
     source: ClassVar[str] = "arXiv:2605.23259"
+    left_out: ClassVar[str] = "the paper's start of the gates' biases, which is not known here"
     no_gradient: ClassVar[dict[str, tuple[int, ...]]] = {"query": (0,)}  # one source only
 
     @property
