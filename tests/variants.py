@@ -8,35 +8,42 @@ import pytest
 from lmres.residual import (
     MHC,
     AttentionResiduals,
+    DeepCrossAttention,
     DeepNorm,
+    DeltaAttentionResiduals,
     DenseFormer,
+    DynamicLIMe,
     FracConnections,
     GatedResidual,
     GeneralizedHyperConnections,
     HyperConnections,
     LAuReL,
     LayerScale,
+    LIMe,
+    MUDDFormer,
     MultiGateResiduals,
     PerStreamMHC,
     Plain,
+    RecentDeepCrossAttention,
     ResidualMatrix,
     ReZero,
+    ValueResidual,
 )
 
 EPS = 1e-12
 
-# One of each kind for expensive tests.
+# One of each mechanism, for expensive tests: fixed states, histories, blocks as units, several inputs, keys and values
+# that are lent, norms of its own.
 KINDS = [
     Plain(),
     DenseFormer(),
     AttentionResiduals(),
     HyperConnections(),
     MHC(),
-    FracConnections(),
-    GeneralizedHyperConnections(streams=3),
-    PerStreamMHC(),
     GatedResidual(),
-    MultiGateResiduals(slots=3),
+    MUDDFormer(),
+    DeepCrossAttention(),
+    LIMe(),
 ]
 
 # Every option that changes the function.
@@ -82,7 +89,27 @@ ALL = [
     LAuReL(weights="none", rank=2),
     LAuReL(rank=2, previous=3),
     LAuReL(weights="gemma", rank=2),
+    ResidualMatrix(keys=6),
     ResidualMatrix(keys=6, ways=(1,)),
+    AttentionResiduals(heads=2, eps=EPS),
+    AttentionResiduals(block=2, heads=2, temperature=2.0, eps=EPS),
+    DeltaAttentionResiduals(eps=EPS),
+    DeltaAttentionResiduals(block=2, heads=2, gate="none", eps=EPS),
+    MUDDFormer(),
+    MUDDFormer(ways=(1,), dynamic="static"),
+    MUDDFormer(norm="prepost", expand_last=True),
+    DeepCrossAttention(),
+    DeepCrossAttention(ways=(1,), version=1),
+    DeepCrossAttention(version=2),
+    DeepCrossAttention(norm="rms", eps=EPS),
+    RecentDeepCrossAttention(),
+    RecentDeepCrossAttention(version=1, last=1, ways=(1,)),
+    ValueResidual(),
+    ValueResidual(mode="fixed"),
+    LIMe(),
+    LIMe(routers="shared", start="identity"),
+    DynamicLIMe(),
+    DynamicLIMe(ways=(3, 1)),
 ]
 
 

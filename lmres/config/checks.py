@@ -7,7 +7,7 @@ from typing import Any
 from lmres.config.errors import ConfigError
 from lmres.config.schema import RunConfig
 from lmres.data.config import DataConfig
-from lmres.model.config import ModelConfig
+from lmres.model.config import ModelConfig, check_ways
 from lmres.residual import Residual
 from lmres.sharding import AXES, MeshConfig
 from lmres.train.config import ScheduleConfig, TrainConfig
@@ -63,9 +63,12 @@ def check_config(config: RunConfig, device_count: int | None = None) -> None:
     Raises ConfigError with a line for every problem, in terms of config keys and numbers.
     """
     problems = _ranges(config)
+    model, residual = config.model, config.residual
     for check in (
-        config.model.check,
-        lambda: config.residual.check(residual_depth(config.model, config.residual), config.model.width),
+        model.check,
+        lambda: residual.check(residual_depth(model, residual), model.width),
+        lambda: check_ways(residual.unit, residual.ways),
+        lambda: residual.fit(model.kv, model.head_size) if model.heads >= 1 else None,
     ):
         try:
             check()

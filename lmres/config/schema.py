@@ -4,6 +4,7 @@ Each room owns a frozen dataclass; nothing here repeats a field or a default. A 
 of dataclasses is tagged by its ``kind``.
 """
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -42,6 +43,13 @@ class RunConfig:
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        """What a residual must know of the model is filled in; where the two disagree ``check_config`` says so."""
+        if self.model.heads >= 1:
+            with contextlib.suppress(ValueError):
+                fitted = self.residual.fit(self.model.kv, self.model.head_size)
+                object.__setattr__(self, "residual", fitted)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -90,3 +90,16 @@ class ModelConfig:
             raise ValueError(f"rotary positions need an even head size, got {self.head_size} (model.head_dim)")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout} must be in [0, 1)")
+
+
+def check_ways(unit: str, ways: tuple[int, ...]) -> None:
+    """Raises ValueError unless a transformer's branches can take a connection's inputs.
+
+    Attention takes 1 or 3 (query, key, value), an MLP 1; a block as a unit 1 or 4 (those and the skip around attention).
+    """
+    fitting = {"sublayer": [(1,), (1, 1), (3, 1)], "block": [(1,), (4,)]}[unit]
+    if tuple(ways) not in fitting:
+        raise ValueError(
+            f"residual.ways={list(ways)} does not fit a transformer; "
+            f"give {' or '.join(str(list(known)) for known in fitting)}"
+        )

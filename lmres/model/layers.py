@@ -13,6 +13,7 @@ from jax import Array
 
 from lmres.model.config import ModelConfig
 from lmres.ops import rms_norm
+from lmres.residual.interface import Exchange, Lent, Mix
 
 
 class KeyValues(NamedTuple):
@@ -105,27 +106,37 @@ def fan_in(std: float | None, axes: int = 1, scale: float = 1.0):
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with a gain over the last axis."""
+    """RMSNorm with a gain over the last axis; with several ways, of a tuple of arrays with a gain for each."""
 
     eps: float
+    ways: int = 1
 
     @nn.compact
-    def __call__(self, x: Array) -> Array:
-        return rms_norm(x, self.param("gain", lambda _, n: jnp.ones(n, jnp.float32), x.shape[-1]), self.eps)
+    def __call__(self, x: Array | tuple[Array, ...]) -> Array | tuple[Array, ...]:
+        width = (x if self.ways == 1 else x[0]).shape[-1]
+        shape = (width,) if self.ways == 1 else (self.ways, width)
+        gain = self.param("gain", lambda _: jnp.ones(shape, jnp.float32))
+        if self.ways == 1:
+            return rms_norm(x, gain, self.eps)
+        return tuple(rms_norm(each, gain[way], self.eps) for way, each in enumerate(x))
 
 
 class SubLayer(nn.Module):
     """What both branches share: the norms the connection asks for, and dropout on the output.
 
-    norms: any of "input" and "output". residual_scale: of the start of the projection back into the residual.
+    norms: any of "input" and "output". residual_scale: of the start of the projection back into the residual. ways:
+    number of inputs; the input norm has a gain for each, [ways, D] if there are several.
     """
 
     config: ModelConfig
     norms: tuple[str, ...] = ("input",)
     residual_scale: float = 1.0
+    ways: int = 1
 
-    def enter(self, x: Array) -> Array:
-        return RMSNorm(self.config.norm_eps, name="norm")(x) if "input" in self.norms else x
+    def enter(self, x: Array | tuple[Array, ...]) -> Array | tuple[Array, ...]:
+        if "input" not in self.norms:
+            return x
+        return RMSNorm(self.config.norm_eps, self.ways, name="norm")(x)
 
     def leave(self, y: Array, sublayer: Any, dropout_key: Array | None) -> Array:
         if "output" in self.norms:
@@ -142,24 +153,36 @@ class Attention(SubLayer):
     """Grouped-query attention with rotary positions."""
 
     @nn.compact
-    def __call__(self, x: Array, i: Any, args: Args, past: KeyValues | None = None) -> tuple[Array, KeyValues]:
-        """x: [B, S, D]; i: number of the block; past: keys and values from before this call, [B, T, G, K].
+    def __call__(
+        self, x: Array | tuple[Array, ...] | Exchange, i: Any, args: Args, past: KeyValues | None = None
+    ) -> tuple[Array | Lent, KeyValues]:
+        """Attention of block ``i``.
 
-        Returns the output [B, S, D] and the layer's new keys and values, [B, S, G, K].
+        x: [B, S, D], or the inputs of query, key and value apart, or with the keys and values of other layers. past:
+        keys and values from before this call, [B, T, G, K].
+
+        Returns the output [B, S, D], with the layer's own keys and values if it was given others', and its new keys
+        and values as they are used, [B, S, G, K].
         """
-        c, width = self.config, x.shape[-1]
+        exchange = x if isinstance(x, Exchange) else None
+        x = exchange.x if exchange else x
+        c, width = self.config, (x if self.ways == 1 else x[0]).shape[-1]
         heads, groups, size = c.heads, c.kv, c.head_size
         init = fan_in(c.weight_std)
-        w_query = self.param("query", init, (width, heads, size)).astype(x.dtype)
-        w_key = self.param("key", init, (width, groups, size)).astype(x.dtype)
-        w_value = self.param("value", init, (width, groups, size)).astype(x.dtype)
+        dtype = (x if self.ways == 1 else x[0]).dtype
+        w_query = self.param("query", init, (width, heads, size)).astype(dtype)
+        w_key = self.param("key", init, (width, groups, size)).astype(dtype)
+        w_value = self.param("value", init, (width, groups, size)).astype(dtype)
         out_init = fan_in(c.weight_std, 2, self.residual_scale)
-        w_out = self.param("out", out_init, (heads, size, width)).astype(x.dtype)
+        w_out = self.param("out", out_init, (heads, size, width)).astype(dtype)
 
         x = self.enter(x)
-        query = jnp.einsum("bsd,dhk->bshk", x, w_query)
-        key = jnp.einsum("bsd,dgk->bsgk", x, w_key)
-        value = jnp.einsum("bsd,dgk->bsgk", x, w_value)
+        x_query, x_key, x_value = (x, x, x) if self.ways == 1 else x
+        query = jnp.einsum("bsd,dhk->bshk", x_query, w_query)
+        key = own_key = jnp.einsum("bsd,dgk->bsgk", x_key, w_key)
+        value = own_value = jnp.einsum("bsd,dgk->bsgk", x_value, w_value)
+        if exchange:
+            key, value = mixed(key, exchange.key), mixed(value, exchange.value)
         if c.qk_norm:
             query = RMSNorm(c.norm_eps, name="query_norm")(query)
             key = RMSNorm(c.norm_eps, name="key_norm")(key)
@@ -169,8 +192,16 @@ class Attention(SubLayer):
             y = attend(query, (new,), (args.own_mask,), c.attention)
         else:
             y = attend(query, (past, new), (args.past_mask, args.own_mask), c.attention)
-        y = jnp.einsum("bshk,hkd->bsd", y, w_out)
-        return self.leave(y, 2 * i, args.dropout_key), new
+        y = self.leave(jnp.einsum("bshk,hkd->bsd", y, w_out), 2 * i, args.dropout_key)
+        return (Lent(y, own_key, own_value) if exchange else y), new
+
+
+def mixed(own: Array, mix: Mix | None) -> Array:
+    """Keys or values [B, S, G, K] of a layer together with those of others."""
+    if mix is None:
+        return own
+    kept = mix.own * own if mix.own.ndim == 0 else jnp.einsum("gh,bshk->bsgk", mix.own, own)
+    return (mix.gathered + kept).astype(own.dtype)
 
 
 class MLP(SubLayer):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from lmres.model.config import ModelConfig
+from lmres.model.config import ModelConfig, check_ways
 from lmres.model.layers import MLP, Args, Attention, KeyValues, RMSNorm
 from lmres.residual import Connection
 from lmres.residual.linen import ResidualStack
@@ -26,7 +26,9 @@ class AttentionBranch:
     name: str = "attention"
 
     def init(self, key, x):
-        return self.module.init(key, x, 0, Args(jnp.zeros(x.shape[:2], jnp.int32)))["params"]
+        args = Args(jnp.zeros(x.shape[:2], jnp.int32))
+        x = x if self.module.ways == 1 else (x,) * self.module.ways
+        return self.module.init(key, x, 0, args)["params"]
 
     def __call__(self, params_i, x, i, args, inputs_i):
         return self.module.apply({"params": params_i}, x, i, args, inputs_i or None)
@@ -68,17 +70,25 @@ class Transformer(nn.Module):
     connection: Connection
     constrain: Any = no_constraint
 
+    def __post_init__(self):
+        if self.config.heads >= 1:  # otherwise ``setup`` says so
+            fitted = self.connection.fit(self.config.kv, self.config.head_size)
+            object.__setattr__(self, "connection", fitted)
+        super().__post_init__()
+
     def setup(self):
         c = self.config
         if c.vocab_size is None:
             raise ValueError("model.vocab_size must be set before the model is built (the tokenizer gives it)")
         c.check()
         norms, scale = self.connection.branch_norms, (2 * c.blocks) ** -0.5
+        ways = self.connection.ways
+        check_ways(self.connection.unit, ways)
         self.embed = Embedding(c)
         self.stack = ResidualStack(
             connection=self.connection,
             branches=(
-                AttentionBranch(Attention(c, norms, scale, parent=None)),
+                AttentionBranch(Attention(c, norms, scale, min(ways[0], 3), parent=None)),
                 MLPBranch(MLP(c, norms, scale, parent=None)),
             ),
             repeats=c.blocks,

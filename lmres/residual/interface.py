@@ -134,6 +134,13 @@ class Connection(abc.ABC):
     def check(self, depth: int, width: int) -> None:  # noqa: B027 - most connections take any size
         """Raises ValueError when the spec cannot be used with this depth (in units) or width."""
 
+    def fit(self, kv_heads: int, head_size: int) -> "Connection":
+        """The spec with what it must know of the model's keys and values filled in; most need nothing.
+
+        Raises ValueError where the spec says otherwise.
+        """
+        return self
+
     @abc.abstractmethod
     def init(self, key: Array, depth: int, width: int) -> Params:
         """Parameters at their start, float32: ``{"layers": {name: [depth, ...]}, "shared": {name: [...]}}``."""

@@ -41,6 +41,7 @@ class WeightedReads(AppendOnly):
 
         "newest": the entry [B, S, D] of slot ``l``;
         "logits": the stored logits [M, rows, ..., B, S] of unit l's readers, ``rows(ways)`` from ``reader(l)`` on;
+        "scale": what is stored under this name beside the entries, [M, B, S];
         "carry": the carry.
         """
         return ()
@@ -71,6 +72,8 @@ class WeightedReads(AppendOnly):
             found["newest"] = jax.lax.dynamic_index_in_dim(slots["value"], l, 0, keepdims=False)
         if "logits" in self.sees and "logits" in slots:
             found["logits"] = jax.lax.dynamic_slice_in_dim(slots["logits"], self.reader(l), self.rows(ways), 1)
+        if "scale" in self.sees and "scale" in slots:
+            found["scale"] = slots["scale"]
         if "carry" in self.sees:
             found["carry"] = carry
         return found
@@ -108,5 +111,7 @@ class WeightedReads(AppendOnly):
             rows, first = g_slots["logits"], self.reader(l)
             new = jax.lax.dynamic_slice_in_dim(rows, first, self.rows(ways), 1) + g_seen["logits"]
             g_slots["logits"] = jax.lax.dynamic_update_slice_in_dim(rows, new, first, 1)
+        if "scale" in g_seen:
+            g_slots["scale"] = g_slots["scale"] + g_seen["scale"]
         g_carry = g_seen["carry"] if "carry" in g_seen else jax.tree.map(jnp.zeros_like, carry)
         return g_params, g_slots, g_carry

@@ -1,0 +1,194 @@
+"""MUDDFormer: multiway dynamic dense connections (arXiv:2502.12170, section 3; Caiyun-AI/MUDDFormer).
+
+    X_0 = e,   X_i = Block_i(ways of i - 1),   all ways of 0 are e
+    way_c of i = sum_{j <= i} A[c, j] X_j,   A = GELU(RMSNorm(X_i) W1_i) W2_i + a_i,   c = query, key, value, residual
+
+The unit is the whole block: attention reads query, key and value apart, each with a norm gain of its own, and its
+skip starts from the residual way. A differs from token to token and is computed from the newest output alone. The
+readout is one way after the last block, with four times the hidden size if ``expand_last`` (the released models).
+
+With ``norm = "prepost"`` (the large models, which diverge without at 24 layers) every way is
+X_i + gain * RMSNorm(sum_j A[c, j] RMSNorm(X_j)), with gains that start at 0.001 and a that starts at 0. The
+authors' JAX code has the outer norm on the residual way only; here all ways have it, as the paper writes.
+
+Legend: B blocks (units), M = B + 1 slots, C ways, K = C (i + 1) hidden at depth i, D width.
+Start: W1 normal with variance 1 / D, W2 = 0, a one-hot at X_i: exactly pre-norm.
+Cost at depth i and token: K D + K^2 + K parameters; 2 K D + 2 K^2 + 2 K D FLOPs; (i + 1) D read and C D written.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lmres.ops import Span, normed_projection, rms_scale, weighted_sums
+from lmres.residual.interface import Axes, Cost, History, check_not_negative
+from lmres.residual.weighted import WeightedReads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MUDDFormer(WeightedReads):
+    """Token-dependent weighted sums of all earlier block outputs, one for each input of a block.
+
+    ways: inputs of a block: [4] (query, key, value, residual) or [1].
+    dynamic: "token" (the weights depend on the token) or "static" (a alone).
+    norm: "none" or "prepost".
+    expand_last: hidden size of the readout times four.
+    eps: of the norms.
+    """
+
+    kind: Literal["mudd"] = "mudd"
+    ways: tuple[int, ...] = (4,)
+    dynamic: Literal["token", "static"] = "token"
+    norm: Literal["none", "prepost"] = "none"
+    expand_last: bool = False
+    eps: float = 1e-6
+
+    unit: ClassVar[Literal["sublayer", "block"]] = "block"
+    equation: ClassVar[str] = "way_c = sum_j (GELU(Norm(X_i) W1) W2 + a)_cj X_j,  X_{i+1} = Block(ways)"
+    source: ClassVar[str] = "arXiv:2502.12170"
+    left_out: ClassVar[str] = "re-allocation of MLP sizes over depth (a matter of the model, not of the connection)"
+    # The weight matrices decay like any other; the biases, which hold the start, and the gains do not.
+    no_decay: ClassVar[tuple[str, ...]] = ("bias", "head_bias", "gain", "head_gain")
+
+    @property
+    def name(self):
+        parts = ["mudd", "ppn" * (self.norm == "prepost"), "static" * (self.dynamic == "static")]
+        return "-".join([p for p in parts if p] + [f"{self.ways[0]}way"] * (self.ways != (4,)))
+
+    @property
+    def channelwise(self):
+        return self.norm == "prepost"  # the gain
+
+    def check(self, depth, width):
+        if self.ways not in ((1,), (4,)):
+            raise ValueError(f"residual.ways={list(self.ways)} must be [4] (query, key, value, residual) or [1]")
+        check_not_negative(eps=self.eps)
+
+    def _sizes(self, depth: int) -> list[tuple[int, int]]:
+        """(first bias, number of sources) of the readers 1 .. depth - 1, in flat arrays; the last entry is the end."""
+        ways, first, found = self.ways[0], 0, []
+        for i in range(1, depth):
+            found.append((first, i + 1))
+            first += ways * (i + 1)
+        return [*found, (first, 0)]
+
+    def init(self, key, depth, width):
+        ways, sizes = self.ways[0], self._sizes(depth)
+        bias = np.zeros(sizes[-1][0], np.float32)
+        head_bias = np.zeros(depth + 1, np.float32)
+        if self.norm == "none":
+            for first, sources in sizes[:-1]:
+                bias[first : first + ways * sources].reshape(ways, sources)[:, -1] = 1.0
+            head_bias[-1] = 1.0
+        shared = {"bias": jnp.asarray(bias), "head_bias": jnp.asarray(head_bias)}
+        if self.dynamic == "token":
+            keys, head = jax.random.split(key), (depth + 1) * (4 if self.expand_last else 1)
+            normal = lambda k, rows: jax.random.normal(k, (rows, width), jnp.float32) * width**-0.5  # noqa: E731
+            shared |= {
+                "w1": normal(keys[0], len(bias)),
+                "w2": jnp.zeros(sum((ways * n) ** 2 for _, n in sizes[:-1]), jnp.float32),
+                "head_w1": normal(keys[1], head),
+                "head_w2": jnp.zeros((depth + 1, head), jnp.float32),
+            }
+        if self.norm == "prepost":
+            shared["gain"] = jnp.full((depth - 1, ways, width), 1e-3, jnp.float32)
+            shared["head_gain"] = jnp.full(width, 1e-3, jnp.float32)
+        return {"layers": {}, "shared": shared}
+
+    def emit(self, carry, y, l):
+        return l + 1, y, ()
+
+    @property
+    def sees(self):
+        return ("newest", "scale") if self.norm == "prepost" else ("newest",)
+
+    def keys(self, params_l, value):
+        return {"scale": rms_scale(value, self.eps)[..., 0]} if self.norm == "prepost" else {}
+
+    def span(self, l):
+        return Span(0, 1, l + 1)
+
+    def weigh(self, params_l, seen, l, ways, count):
+        """A of reader ``l``, [C, M, B, S], or [C, M] where static, zero for entries to come; the extra is the gain."""
+        if not len(params_l["bias"]):  # one block: its ways are e
+            a, gain = jnp.eye(1, count).repeat(ways, 0), jnp.zeros((ways, seen["newest"].shape[-1]))
+        else:
+            a = self._rows(params_l, seen["newest"], l, ways, count)
+            gain = jnp.where(l > 0, params_l["gain"][jnp.maximum(l - 1, 0)], 0) if self.norm == "prepost" else ()
+        return self._normed(a, seen, gain)
+
+    def _normed(self, a, seen, gain):
+        if self.norm == "none":
+            return [a], ()
+        return [(a if a.ndim == 4 else a[..., None, None]) * seen["scale"]], gain
+
+    def _rows(self, params_l, newest, l, ways, count):
+        """A before any norm. Flat arrays hold reader after reader, of one its ways, of one way its sources."""
+        column, past = jnp.arange(count), lambda name: len(params_l[name])
+        take = lambda name, at: jnp.take(params_l[name], at, axis=0, mode="fill", fill_value=0)  # noqa: E731
+        valid = (column <= l) & (l > 0)
+        first = ways * (l * (l + 1) // 2 - 1)
+        row = jnp.arange(ways)[:, None] * (l + 1) + column
+        a = take("bias", jnp.where(valid, first + row, past("bias")))
+        a = a + ((column == 0) & (l == 0)).astype(a.dtype)  # before the first block all ways are e
+        if self.dynamic == "static":
+            return a
+        unit = jnp.arange(ways * count)
+        alive = (unit < ways * (l + 1)) & (l > 0)
+        w1 = take("w1", jnp.where(alive, first + unit, past("w1")))
+        before = ways * ways * (l * (l + 1) * (2 * l + 1) // 6 - 1)
+        entry = before + row[..., None] * (ways * (l + 1)) + unit
+        w2 = take("w2", jnp.where(valid[:, None] & alive, entry, past("w2")))
+        return self._moving(newest, w1, w2.reshape(-1, len(unit)), a)
+
+    def _moving(self, newest, w1, w2, a):
+        """A [C, M, B, S] from w1 [K, D], w2 [C M, K] and a [C, M]."""
+        hidden = jax.nn.gelu(normed_projection(newest, w1, eps=self.eps), approximate=False)
+        moving = jnp.einsum("bsk,rk->rbs", hidden, w2, precision=jax.lax.Precision.HIGHEST)
+        return moving.reshape(*a.shape, *newest.shape[:2]) + a[..., None, None]
+
+    def finish(self, params_l, sums, seen, extra):
+        (x,) = sums
+        if self.norm == "prepost":
+            if params_l is not None:
+                extra = extra[:, None, None] * rms_scale(x, self.eps)
+            x = seen["newest"] + (extra * x).astype(x.dtype)
+        return (x[0] if len(x) == 1 else tuple(x)), extra
+
+    def close(self, params, state, context=None):
+        values = state.slots["value"]
+        seen = {"newest": values[-1], "scale": state.slots.get("scale")}
+        if context is None:
+            p = params["shared"]
+            a = p["head_bias"][None]
+            if self.dynamic == "token":
+                a = self._moving(values[-1], p["head_w1"], p["head_w2"], a)
+            weights, extra = self._normed(a, seen, p["head_gain"][None] if self.norm == "prepost" else ())
+        else:
+            weights, extra = context
+        sums = [weighted_sums(w, values) for w in weights]
+        h, extra = self.finish(None if context else params, sums, seen, extra)
+        return h, (weights, extra)
+
+    def cost(self, depth, width):
+        ways, params, flops, moved = self.ways[0], 0, 0.0, 0.0
+        readers = [(ways, i + 1, 1) for i in range(1, depth)] + [(1, depth + 1, 4 if self.expand_last else 1)]
+        for c, sources, expand in readers:
+            rows, hidden = c * sources, c * sources * expand
+            params += rows
+            flops += 2.0 * rows * width
+            moved += sources + c
+            if self.dynamic == "token":
+                params += hidden * width + hidden * rows
+                flops += 2.0 * hidden * width + 2.0 * hidden * rows
+            if self.norm == "prepost":
+                params += c * width
+        # The plain skips inside a block of two sub-layers: 3 vectors moved and one addition each.
+        return Cost(params, flops + 2.0 * depth * width, moved + 6.0 * depth, float(depth + 1))
+
+    def state_axes(self):
+        scale = {"scale": Axes("slots", "batch", "sequence")} if self.norm == "prepost" else {}
+        return History({"value": Axes("slots", "batch", "sequence", "embed")} | scale, ())
