@@ -4,9 +4,23 @@ An adapter takes ``(case, arrays)``: the manifest's entry and the arrays by key.
 ``arrays``.
 """
 
+import jax
 import jax.numpy as jnp
 
-from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, LAuReL, PerStreamMHC
+from lmres.residual import (
+    MHC,
+    AttentionResiduals,
+    DeepCrossAttention,
+    DenseFormer,
+    DynamicLIMe,
+    HyperConnections,
+    LAuReL,
+    LIMe,
+    MUDDFormer,
+    PerStreamMHC,
+    ValueResidual,
+)
+from lmres.residual.interface import Lent
 
 
 def per_layer(arrays, count, *names):
@@ -118,3 +132,115 @@ def laurel(case, arrays):
     gammas = [arrays[f"param.gam{l}"] for l in range(count)] if previous else []
     shared = {"gamma": jnp.concatenate(gammas)} if previous else {}
     return spec, {"layers": layers, "shared": shared}, tanh_branches(arrays)
+
+
+def product_branch(arrays, k):
+    """``tanh(q W) tanh(k Wk) + tanh(v Wv)`` of a tuple of inputs, or ``tanh(x W)`` of one."""
+    first, key, value = (arrays.get(f"branch.{n}{k}") for n in ("W", "Wk", "Wv"))
+    if key is None:
+        return lambda x: jnp.tanh(x @ first)
+    return lambda x: jnp.tanh(x[0] @ first) * jnp.tanh(x[1] @ key) + jnp.tanh(x[2] @ value)
+
+
+def muddformer(case, arrays):
+    hyper = case["hyper"]
+    blocks, expand = hyper["n_blocks"], hyper.get("expand_last", False)
+    flat = lambda name: jnp.concatenate([arrays[name.format(i)].ravel() for i in range(blocks - 1)])  # noqa: E731
+    last = blocks - 1
+    shared = {
+        "bias": flat("param.dense_bs{}"),
+        "w1": jnp.concatenate([arrays[f"param.dense{i}.w1"] for i in range(last)]),
+        "w2": flat("param.dense{}.w2"),
+        "head_bias": arrays[f"param.dense_bs{last}"][0],
+        "head_w1": arrays[f"param.dense{last}.w1"],
+        "head_w2": arrays[f"param.dense{last}.w2"],
+    }
+
+    def block(k):
+        named = {f"branch.W{k}": arrays[f"branch.Wq{k}"]} | {
+            f"branch.{n}{k}": arrays[f"branch.{n}{k}"] for n in ("Wk", "Wv")
+        }
+        return lambda x: x[3] + product_branch(named, k)(x[:3])
+
+    return MUDDFormer(expand_last=expand), {"layers": {}, "shared": shared}, [block(k) for k in range(blocks)]
+
+
+def deep_cross_attention(case, arrays):
+    hyper, package = case["hyper"], "package" in case["variant"]
+    depth, ways = hyper["n_sublayers"], hyper["n_outputs"]
+    # The package's eps is the machine's for the dtype at hand.
+    eps = float(jnp.finfo(arrays["in.x"].dtype).eps)
+    spec = DeepCrossAttention(ways=(ways,), norm="rms" if package else "none", eps=eps)
+    name = "param.grn{l}.{n}" if package else "param.{n}{l}"
+    readers = range(depth + 1)
+    gather = lambda n: [arrays[name.format(l=l, n=n)] for l in readers]  # noqa: E731
+    shared = {
+        "bias": jnp.concatenate([b.reshape(-1, b.shape[-1]) for b in gather("bias")]),
+        "w": jnp.concatenate(gather("w")),
+    }
+    if package:  # one gain for all outputs of an aggregation
+        shared["gain"] = jnp.concatenate(
+            [jnp.broadcast_to(g, w.shape) for g, w in zip(gather("gain"), gather("w"), strict=True)]
+        )
+    return spec, {"layers": {}, "shared": shared}, [product_branch(arrays, k) for k in range(depth)]
+
+
+def lime(case, arrays):
+    hyper = case["hyper"]
+    layers, heads, size = hyper["n_layers"], hyper["heads"], hyper["dim"] // hyper["heads"]
+    spec = LIMe(routers="shared", kv_heads=heads, head_size=size)
+    router = jnp.concatenate([arrays[f"param.router{l}"].ravel() for l in range(1, layers)])[None]
+
+    def block(k):
+        def run(x):
+            # The head is the fastest index of a feature.
+            both = (x.x @ arrays[f"branch.Wkv{k}"]).reshape(*x.x.shape[:2], 2 * size, heads).swapaxes(-1, -2)
+            key, value = both[..., :size], both[..., size:]
+            used = [
+                mix.gathered + jnp.einsum("hg,bsgk->bshk", mix.own, own)
+                for mix, own in ((x.key, key), (x.value, value))
+            ]
+            y = (jnp.tanh(used[0]) * used[1]).reshape(x.x.shape) @ arrays[f"branch.Wo{k}"]
+            return Lent(x.x + y, key, value)
+
+        return run
+
+    return spec, {"layers": {}, "shared": {"router": router}}, [block(k) for k in range(layers)]
+
+
+def dynamic_lime(case, arrays):
+    hyper = case["hyper"]
+    layers, views = hyper["n_layers"], hyper["views"]
+    stacked = lambda name: [arrays[f"param.mix{l}.{name}"] for l in range(layers)]  # noqa: E731
+    params = {
+        "layers": {"gain": jnp.stack(stacked("0.g"))},
+        "shared": {"weight": jnp.concatenate(stacked("1.weight")), "bias": jnp.concatenate(stacked("1.bias"))},
+    }
+
+    def branch(w):
+        return lambda x: jnp.tanh((x if views == 1 else x[0] * jnp.tanh(x[1])) @ w)
+
+    return DynamicLIMe(ways=(views,)), params, [branch(w) for w in weights(arrays)]
+
+
+def value_residual(case, arrays):
+    hyper = case["hyper"]
+    layers, heads, size = hyper["n_layers"], hyper["heads"], hyper["dim"] // hyper["heads"]
+    mode = {"fixed": "fixed", "learned": "learned", "sv": "shared"}[hyper["mode"]]
+    spec = ValueResidual(mode=mode, kv_heads=heads, head_size=size)
+    shared = {"weights": jnp.stack([arrays[f"param.lam{l}"] for l in range(layers - 1)])} if mode == "learned" else {}
+
+    def block(k):
+        def run(x):
+            split = lambda a: a.reshape(*a.shape[:2], heads, size)  # noqa: E731
+            query, key = (split(x.x @ arrays[f"branch.{n}{k}"]) for n in ("Wq", "Wk"))
+            own = x.x @ arrays[f"branch.Wv{k}"] if f"branch.Wv{k}" in arrays else jnp.zeros_like(x.x)
+            value = x.value.gathered + x.value.own * split(own)
+            logits = jnp.einsum("bshk,bthk->bhst", query, key) / size**0.5
+            logits = jnp.where(jnp.tri(logits.shape[-1], dtype=bool), logits, -jnp.inf)
+            y = jnp.einsum("bhst,bthk->bshk", jax.nn.softmax(logits), value).reshape(x.x.shape)
+            return Lent(x.x + y @ arrays[f"branch.Wo{k}"], key, split(own))
+
+        return run
+
+    return spec, {"layers": {}, "shared": shared}, [block(k) for k in range(layers)]
