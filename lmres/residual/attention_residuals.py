@@ -35,6 +35,7 @@ class AttentionResiduals(DepthAttention):
 
     equation: ClassVar[str] = "h_l = sum_i softmax_i(w_l . RMSNorm(v_i)) v_i"
     source: ClassVar[str] = "arXiv:2603.15031; heads: 2607.27230"
+    no_gradient: ClassVar[dict[str, tuple[int, ...]]] = {"query": (0,), "gain": (0,)}  # that reader has one source
     two_phase: ClassVar[bool] = True
 
     @property
