@@ -142,8 +142,9 @@ def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
 
     The cotangent stays where it is, since nothing reads it again: clearing it would make the compiler copy the whole
     buffer. An earlier write of the same slot, which the last one overwrote, gets zeros instead. That choice is a
-    ``cond``, whose result must be computed before the buffer is added to; after a ``where`` the compiler keeps a copy
-    of the buffer to compute it from later.
+    ``cond``, and there is one even where it is always true, because its result is computed before the buffer is added
+    to. Without it the compiler reads the slot once more where it is used, in the weight gradients of the branch, and
+    copies the whole buffer to be able to (XLA for CPU; an optimization barrier does not stop it).
     """
     connection = stack.connection
     # emit is linear in (carry, y), so its transpose may be taken at zero.
@@ -158,11 +159,9 @@ def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
         g_params, g_value = keys_vjp({name: g for name, g in g_entry.items() if name != "value"})
         return g_params, jax.tree.map(jnp.add, g_entry["value"], g_value)
 
-    if connection.rewrites:
-        nothing = lambda: jax.tree.map(jnp.zeros_like, (params_l, value_like))  # noqa: E731
-        g_params, g_value = jax.lax.cond(connection.is_last_write(l, stack.depth), through_keys, nothing)
-    else:
-        g_params, g_value = through_keys()
+    nothing = lambda: jax.tree.map(jnp.zeros_like, (params_l, value_like))  # noqa: E731
+    last = connection.is_last_write(l, stack.depth) if connection.rewrites else l >= 0
+    g_params, g_value = jax.lax.cond(last, through_keys, nothing)
     g_carry, g_y = emit_vjp((g_value, g_carry))
     return g_params, g_carry, g_y
 
