@@ -12,7 +12,7 @@ from lmres.residual import Stack
 from lmres.residual.interface import Connection, Exchange, Lent
 from lmres.testing.counting import count
 from lmres.testing.report import Wrong, where
-from lmres.testing.setting import GROUPS, Setting
+from lmres.testing.setting import GROUPS, HEADS, Setting, mixed
 from lmres.train.optimizer import connection_name, is_decayed
 
 COST_TOLERANCE = 0.1
@@ -81,8 +81,8 @@ def cost(s: Setting) -> dict[str, Any]:
         )
     width = max(COST_WIDTH, s.width)
     units = COST_BLOCKS * (2 if s.connection.unit == "sublayer" else 1)
-    flops, transcendentals = counted(s.connection, COST_BLOCKS, width)
-    stated = s.connection.cost(units, width).flops
+    flops, transcendentals = counted(s.given, COST_BLOCKS, width)
+    stated = s.given.fit(GROUPS, width // HEADS).cost(units, width).flops
     figures = {"parameters": actual, "FLOPs stated": stated, "counted": flops, "transcendentals": transcendentals}
     if abs(stated - flops) > COST_TOLERANCE * flops:
         raise Wrong(
@@ -94,6 +94,7 @@ def cost(s: Setting) -> dict[str, Any]:
 
 def counted(connection: Connection, blocks: int, width: int) -> tuple[float, float]:
     """(FLOPs, transcendentals) of the connection alone, for one token over the whole depth."""
+    connection = connection.fit(GROUPS, width // HEADS)
     branch = lambda params_i, x, i, args, inputs_i: (_nothing(x), ())  # noqa: E731
     stack = Stack(connection, (branch, branch), blocks, scan=False)
     params = connection.init(jax.random.key(0), stack.depth, width)
@@ -107,8 +108,9 @@ def counted(connection: Connection, blocks: int, width: int) -> tuple[float, flo
 
 
 def _nothing(x: Any) -> Any:
-    """An output without any arithmetic."""
+    """An output without any arithmetic but the mixing of keys and values."""
     if isinstance(x, Exchange):
-        heads = x.x.reshape(*x.x.shape[:2], GROUPS, -1)
-        return Lent(x.x, heads, heads)
+        own = x.x[..., : x.x.shape[-1] // HEADS * GROUPS].reshape(*x.x.shape[:2], GROUPS, -1)
+        mixed(own, x.key), mixed(own, x.value)
+        return Lent(x.x, own, own)
     return x[0] if type(x) is tuple else x

@@ -7,7 +7,7 @@ from typing import Any
 from lmres.residual import Connection
 from lmres.testing import declared, functions, running
 from lmres.testing.report import Report, ResidualCheckError, Skipped, Wrong
-from lmres.testing.setting import Setting
+from lmres.testing.setting import HEADS, Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def check_residual(
     Args:
       connection: any ``lmres.residual.Connection``: four pure functions, ``init`` and ``cost``.
       only: names of the checks to run, of ``CHECKS``; all by default.
-      width: size D of a stream, a multiple of 8 for the checks that run a transformer.
+      width: size D of a stream, a multiple of 4, and of 8 for the check that runs a transformer.
       blocks: copies of two sub-layers, at least 2; the connection has 2 x blocks units, or ``blocks`` if its unit is
         the block.
       seed: of parameters and inputs.
@@ -73,8 +73,10 @@ def check_residual(
             raise ValueError(f"there is no check {name!r}; there are {', '.join(CHECKS)}")
     if blocks < 2:
         raise ValueError(f"blocks={blocks} must be at least 2")
+    if width % HEADS:
+        raise ValueError(f"width={width} must be a multiple of {HEADS}, the heads of the branches")
     setting = Setting(connection, width, blocks, seed)
-    connection.check(setting.unit_count, width)
+    setting.connection.check(setting.unit_count, width)
     passed, skipped = {}, {}
     for name in names:
         try:

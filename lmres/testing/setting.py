@@ -1,8 +1,9 @@
 """What the checks share: a small stack, a small model, their parameters, and one compiled program per way to run them.
 
-The stack is ``blocks`` copies of two branches. A branch here is a function of one token, ``y = tanh(q Wq + k Wk + v
-Wv)``, so that whatever mixes tokens is the connection; q, k and v are its three inputs if the connection gives three,
-else the same one. Norms stand where ``branch_norms`` asks for them, with an eps of 1e-12.
+The stack is ``blocks`` copies of two branches. A branch here is a function of one token, ``y = tanh(q Wq + [k Wk, v
+Wv])``, so that whatever mixes tokens is the connection; q, k and v are its three inputs if the connection gives three,
+else the same one, and keys and values are mixed with those of other units if the connection lends them. Norms stand
+where ``branch_norms`` asks for them, with an eps of 1e-12.
 
 Legend: B batch, S sequence, D width, V outputs, L units, G key/value heads, K head size.
 """
@@ -25,14 +26,14 @@ from lmres.residual.stack import no_constraint
 from lmres.testing.report import Skipped
 
 EPS = 1e-12
-BATCH, SEQUENCE, OUTPUTS, GROUPS = 2, 8, 11, 2
+BATCH, SEQUENCE, OUTPUTS, HEADS, GROUPS = 2, 8, 11, 4, 2
 DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A branch that sees one token at a time; see the head of this file. Parameters: gain [D], query, key, value
-    [D, D]."""
+    """A branch that sees one token at a time; see the head of this file. Parameters: gain [D], query [D, D], key and
+    value [D, G K], with half as many key/value heads as heads: G K = D / 2."""
 
     norms: tuple[str, ...]
 
@@ -45,7 +46,8 @@ class Branch:
         heads = lambda a: a.reshape(*a.shape[:2], GROUPS, -1)  # noqa: E731
         k, v = heads(k), heads(v)
         used_k, used_v = (k, v) if shared is None else (mixed(k, shared.key), mixed(v, shared.value))
-        y = jnp.tanh(q + used_k.reshape(q.shape) + used_v.reshape(q.shape))
+        flat = lambda a: a.reshape(*a.shape[:2], -1)  # noqa: E731
+        y = jnp.tanh(q + jnp.concatenate([flat(used_k), flat(used_v)], axis=-1))
         if "output" in self.norms:
             y = rms_norm(y, None, EPS)
         return (y if shared is None else Lent(y, k, v)), ()
@@ -93,13 +95,18 @@ def recorded(stack: Stack):
 class Setting:
     """One connection at one size, with everything derived from it made once.
 
-    connection: the spec under test. width: D; blocks: copies of two branches; seed: of all numbers.
+    given: the spec under test. width: D; blocks: copies of two branches; seed: of all numbers.
     """
 
-    connection: Connection
+    given: Connection
     width: int
     blocks: int
     seed: int
+
+    @cached_property
+    def connection(self) -> Connection:
+        """The spec, fitted to the heads of the model."""
+        return self.given.fit(GROUPS, self.width // HEADS)
 
     @property
     def unit_count(self) -> int:
@@ -127,7 +134,8 @@ class Setting:
         draw = lambda *shape: jnp.asarray(rng.normal(0, shape[-2] ** -0.5, shape), jnp.float32)  # noqa: E731
 
         def branch():
-            matrices = {name: draw(self.blocks, d, d) for name in ("query", "key", "value")}
+            sizes = {"query": d, "key": d // HEADS * GROUPS, "value": d // HEADS * GROUPS}
+            matrices = {name: draw(self.blocks, d, size) for name, size in sizes.items()}
             return {"gain": jnp.ones((self.blocks, d)), **matrices}
 
         return {"first": branch(), "second": branch(), "final": jnp.ones(d), "head": draw(d, OUTPUTS)}
@@ -169,7 +177,7 @@ class Setting:
     def model(self, constrain=no_constraint) -> Transformer:
         """A transformer of this width and depth with this connection."""
         config = ModelConfig(
-            vocab_size=16, context=SEQUENCE, width=self.width, blocks=self.blocks, heads=4, kv_heads=GROUPS,
+            vocab_size=16, context=SEQUENCE, width=self.width, blocks=self.blocks, heads=HEADS, kv_heads=GROUPS,
             mlp_hidden=2 * self.width, norm_eps=EPS, embedding_std=1.0,
         )  # fmt: skip
         if self.width % 8:
