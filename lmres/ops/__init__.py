@@ -8,6 +8,7 @@ May import: jax and numpy only.
 """
 
 from lmres.ops.depth import Span, add_outer, depth_softmax, slot_dots, weighted_sum, weighted_sums
+from lmres.ops.heads import mix_heads, mix_heads_back
 from lmres.ops.norm import normed_projection, rms_norm, rms_scale, stat_dtype
 from lmres.ops.sinkhorn import sinkhorn
 from lmres.ops.streams import add_to_streams, combine_streams, mix_streams
@@ -18,6 +19,8 @@ __all__ = [
     "add_to_streams",
     "combine_streams",
     "depth_softmax",
+    "mix_heads",
+    "mix_heads_back",
     "mix_streams",
     "normed_projection",
     "rms_norm",

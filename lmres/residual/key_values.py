@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lmres.ops import stat_dtype
+from lmres.ops import mix_heads, mix_heads_back, stat_dtype
 from lmres.residual.interface import AppendOnly, Axes, Connection, Cost, Exchange, History, Lent, Mix
 
 _HEADS = Axes("batch", "sequence", "kv_heads", None)
@@ -214,26 +214,24 @@ class LIMe(KeyValueHeads, AppendOnly):
     def read(self, params_l, state, l, context=None):
         if params_l is None:
             return state.carry, ()
-        slots = state.slots["value"]
-        count, dtype = len(slots["key"]), stat_dtype(slots["key"])
-        weights, own = self._router(params_l, l, count, dtype)
-        gather = lambda w, x: jnp.einsum("hmg,mbsgk->bshk", w, x.astype(dtype))  # noqa: E731
-        key, value = gather(weights[0], slots["key"]), gather(weights[1], slots["value"])
-        return Exchange(state.carry, Mix(key, own[0]), Mix(value, own[1])), ()
+        return self._gather(params_l, state.slots["value"], state.carry, l), ()
+
+    def _gather(self, params_l, slots, carry, l):
+        weights, own = self._router(params_l, l, len(slots["key"]), stat_dtype(slots["key"]))
+        key, value = (mix_heads(w, slots[name], l) for w, name in zip(weights, ("key", "value")))
+        return Exchange(carry, Mix(key, own[0]), Mix(value, own[1]))
 
     def accumulate(self, params_l, slots, carry, l, g_x, g_slots):
-        """Backward of ``read``; the slots' cotangents are added to in one pass."""
-        kept, dtype = slots["value"], stat_dtype(slots["value"]["key"])
-        count = len(kept["key"])
-        (weights, _), vjp = jax.vjp(lambda p: self._router(p, l, count, dtype), params_l)
-        names, g_mixes = ("key", "value"), (g_x.key, g_x.value)
-        g_slots, g_weights = dict(g_slots["value"]), []
-        for name, w, g in zip(names, weights, g_mixes, strict=True):
-            g_weights.append(jnp.einsum("bshk,mbsgk->hmg", g.gathered, kept[name].astype(dtype)))
-            more = jnp.einsum("hmg,bshk->mbsgk", w, g.gathered)
-            g_slots[name] = g_slots[name] + more.astype(g_slots[name].dtype)
-        (g_params,) = vjp((jnp.stack(g_weights), jnp.stack([g.own for g in g_mixes])))
-        return g_params, {"value": g_slots}, g_x.x
+        """Backward of ``read``, in place."""
+        kept, found = slots["value"], dict(g_slots["value"])
+        router = lambda p: self._router(p, l, len(kept["key"]), stat_dtype(kept["key"]))  # noqa: E731
+        (weights, _), vjp = jax.vjp(router, params_l)
+        g_weights, names = [], ("key", "value")
+        for name, w, g in zip(names, weights, (g_x.key, g_x.value), strict=True):
+            g_w, found[name] = mix_heads_back(g.gathered, w, kept[name], found[name], l)
+            g_weights.append(g_w)
+        (g_params,) = vjp((jnp.stack(g_weights), jnp.stack([g_x.key.own, g_x.value.own])))
+        return g_params, {"value": found}, g_x.x
 
     def close(self, params, state, context=None):
         return state.carry, ()

@@ -12,6 +12,7 @@ from lmres.ops import (
     add_outer,
     combine_streams,
     depth_softmax,
+    mix_heads,
     mix_streams,
     normed_projection,
     rms_norm,
@@ -112,6 +113,23 @@ def test_history_reads_are_the_same_where_there_are_no_cheap_loops(form):
         patch.setattr(jax.lax, "platform_dependent", lambda *a, cpu, default: default(*map(_as_array, a)))
         for call, expected in zip(calls, looped):
             np.testing.assert_allclose(call(), expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("count", [0, 2, M])
+def test_mixes_over_heads(count, fused):
+    rng, g_heads, size = np.random.default_rng(0), 3, 2
+    slots, g = rng.normal(size=(M, B, S, g_heads, size)), rng.normal(size=(B, S, g_heads, size))
+    weights = rng.normal(size=(g_heads, M, g_heads)) * (np.arange(M) < count)[:, None]
+    dots = np.einsum("bshk,mbsgk->hmg", g, slots) * (np.arange(M) < count)[:, None]
+    outer = np.einsum("hmg,bshk->mbsgk", weights, g)
+    with pytest.MonkeyPatch.context() as patch:
+        if fused:
+            patch.setattr(jax.lax, "platform_dependent", lambda *a, cpu, default: default(*map(jnp.asarray, a)))
+        out, vjp = jax.vjp(lambda w, x: mix_heads(w, x, count), jnp.asarray(weights), jnp.asarray(slots))
+        np.testing.assert_allclose(out, np.einsum("hmg,mbsgk->bshk", weights, slots), atol=1e-13)
+        for actual, expected in zip(vjp(jnp.asarray(g)), (dots, outer), strict=True):
+            np.testing.assert_allclose(actual, expected, atol=1e-13)
 
 
 def _as_array(x):
