@@ -102,7 +102,7 @@ ALL = [
     DeepCrossAttention(ways=(1,), version=1),
     DeepCrossAttention(version=2),
     DeepCrossAttention(norm="rms", eps=EPS),
-    RecentDeepCrossAttention(),
+    RecentDeepCrossAttention(norm="rms", eps=EPS),
     RecentDeepCrossAttention(version=1, last=1, ways=(1,)),
     ValueResidual(),
     ValueResidual(mode="fixed"),
