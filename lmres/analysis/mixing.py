@@ -18,7 +18,9 @@ from jax import Array
 
 from lmres.model import Transformer
 from lmres.residual import Connection, depth_mixing, recompose
-from lmres.residual.mixing import replay
+from lmres.residual.mixing import pick_way, replay
+
+VALUE = 2  # of attention's inputs, the one whose content is passed on
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +81,7 @@ def model_mixing(
     tokens: Array,
     segments: Array | None = None,
     positions: Array | None = None,
+    way: int = VALUE,
 ) -> MixingResult:
     """Records ``model`` over one batch and reduces its depth-mixing matrix.
 
@@ -89,11 +92,12 @@ def model_mixing(
       model: unbound; its connection may be any.
       params: the model's parameters, ``variables["params"]``.
       tokens, segments, positions: [B, S] as the model takes them; tokens of segment 0 are left out.
+      way: which input of attention, where it has several: 0 query, 1 key, 2 value.
 
-    Raises ValueError if every token is padding.
+    Raises ValueError if every token is padding, or if the connection has no such matrix.
     """
     kept, model = kept_tokens(tokens, segments), in_float32(model)
-    mean, spread, share_spread, error = jax.device_get(_measure(model, params, tokens, segments, positions))
+    mean, spread, share_spread, error = jax.device_get(_measure(model, way, params, tokens, segments, positions))
     names = [f"{part} {i + 1}" for i in range(model.config.blocks) for part in ("attn", "mlp")]
     connection = model.connection
     return MixingResult(
@@ -129,15 +133,15 @@ def in_float32(model: Transformer) -> Transformer:
     return model.clone(config=dataclasses.replace(config, dtype="float32", attention=attention))
 
 
-@partial(jax.jit, static_argnums=0)
-def _measure(model, params, tokens, segments, positions):
+@partial(jax.jit, static_argnums=(0, 1))
+def _measure(model, way, params, tokens, segments, positions):
     # Accelerators multiply float32 coarsely by default, which would drown the error in rounding.
     with jax.default_matmul_precision("highest"):
         _, e, record = model.apply({"params": params}, tokens, segments, positions, method="record")
         h, _ = model.connection.close(None, record.state, record.contexts[-1])
-        reads = jnp.stack([*record.reads, h])
+        reads = jnp.stack([*(pick_way(x, way) for x in record.reads), h])
         keep = jnp.ones(tokens.shape) if segments is None else segments != 0
-        per_token, recomposed = token_matrix(model.connection, record, e)
+        per_token, recomposed = token_matrix(model.connection, record, e, way)
         average = lambda x: jnp.sum(x * keep, axis=(-2, -1)) / jnp.sum(keep)  # noqa: E731
         deviation = lambda x: jnp.sqrt(average((x - average(x)[..., None, None]) ** 2))  # noqa: E731
         sums = jnp.sum(jnp.abs(per_token), axis=1, keepdims=True)
@@ -148,11 +152,11 @@ def _measure(model, params, tokens, segments, positions):
         return average(per_token), deviation(per_token), deviation(shares), error
 
 
-def token_matrix(connection: Connection, record, e: Array) -> tuple[Array, Array]:
+def token_matrix(connection: Connection, record, e: Array, way: int = VALUE) -> tuple[Array, Array]:
     """The matrix per token [L + 1, L + 1, B, S], averaged over channels, and the recomposed reads [L + 1, B, S, D]."""
     inner = len(record.outputs) // (len(record.contexts) - 1)
     if not connection.channelwise:
-        matrix = depth_mixing(connection, record.contexts, e, inner)
+        matrix = depth_mixing(connection, record.contexts, e, inner, way)
         return matrix, recompose(matrix, e, record.outputs)
 
     # The full matrix has a D axis: L^2 B S D numbers, too many for a deep model. One source at a time instead.
@@ -162,7 +166,7 @@ def token_matrix(connection: Connection, record, e: Array) -> tuple[Array, Array
 
     def column(recomposed, source):
         one_hot, value = source
-        weights = replay(connection, record.contexts, [w * ones for w in one_hot], blocks)
+        weights = replay(connection, record.contexts, [w * ones for w in one_hot], blocks, way)
         return recomposed + weights * value, jnp.mean(weights, axis=-1)
 
     start = jnp.zeros(values.shape, ones.dtype)

@@ -11,6 +11,7 @@ _LEGEND = """\
 State, bytes moved and FLOPs: of one token's forward pass, summed over the depth, beyond the branches.
 "plain at start": how close the logits are to those of the plain residual with the same weights before
 training (at a norm eps of 1e-12)."""
+HEADS = 4  # key/value heads, each of a quarter of the width, where a connection's cost depends on them
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
@@ -28,25 +29,36 @@ def add(commands) -> None:
 
 
 def presets() -> list:
-    """Every member of ``Residual`` with options that are in use; one not named here with its defaults."""
+    """Every member of ``Residual`` with options that are in use; one not named here with its defaults. Those that must
+    know the model's heads are given 4 of a quarter of the width by ``described``."""
     from lmres.residual import (
         MHC,
         AttentionResiduals,
+        DeepCrossAttention,
         DeepNorm,
+        DeltaAttentionResiduals,
         DenseFormer,
         FracConnections,
         GeneralizedHyperConnections,
         HyperConnections,
         LAuReL,
+        LIMe,
+        MUDDFormer,
         Plain,
         Residual,
         ReZero,
+        ValueResidual,
     )
 
     known = {
         Plain: [Plain(), Plain(norm="post"), Plain(norm="sandwich")],
         DenseFormer: [DenseFormer(), DenseFormer(dilation=4, period=5)],
-        AttentionResiduals: [AttentionResiduals(), AttentionResiduals(block=4)],
+        MUDDFormer: [MUDDFormer(), MUDDFormer(norm="prepost")],
+        DeepCrossAttention: [DeepCrossAttention(version=v) for v in (1, 2, 3)],
+        AttentionResiduals: [AttentionResiduals(), AttentionResiduals(block=4), AttentionResiduals(heads=4)],
+        DeltaAttentionResiduals: [DeltaAttentionResiduals(), DeltaAttentionResiduals(block=4)],
+        ValueResidual: [ValueResidual(mode=mode) for mode in ("fixed", "learned", "shared")],
+        LIMe: [LIMe(), LIMe(start="identity")],
         HyperConnections: [HyperConnections(streams=n, dynamic=d) for d in (False, True) for n in (2, 4)],
         FracConnections: [FracConnections(dynamic=False), FracConnections()],
         GeneralizedHyperConnections: [
@@ -86,10 +98,11 @@ def settings(connection) -> str:
 def described(connection, depth: int, width: int, itemsize: int) -> dict:
     """One connection over ``depth`` sub-layers, as data; numbers per token where not said otherwise."""
     from lmres.residual import AppendOnly
+    from lmres.testing import CHECKS
 
     units = depth if connection.unit == "sublayer" else depth // 2
     connection.check(units, width)
-    cost = connection.cost(units, width)
+    cost = connection.fit(HEADS, max(width // HEADS, 1)).cost(units, width)
     return {
         "name": connection.name,
         "kind": connection.kind,
@@ -103,6 +116,8 @@ def described(connection, depth: int, width: int, itemsize: int) -> dict:
         "bytes": round(cost.moved * width * itemsize),
         "flops": cost.flops,
         "start_tolerance": connection.start_tolerance,
+        "left_out": connection.left_out,
+        "checks": [check for check in CHECKS if connection.has_matrix or check != "matrix"],
     }
 
 
@@ -121,8 +136,11 @@ def run(args) -> int:
         except ValueError as error:  # not with this depth or width
             refused[connection.name] = str(error)
     if args.json:
+        from lmres.testing import CHECKS
+
         shape = {"depth": args.depth, "width": args.width, "dtype": args.dtype}
-        print_json({**shape, "variants": rows, "refused": refused})
+        checks = {name: check.description for name, check in CHECKS.items()}
+        print_json({**shape, "variants": rows, "refused": refused, "checks": checks})
         return OK
     print_table(
         (
@@ -143,6 +161,8 @@ def run(args) -> int:
     for kind in dict.fromkeys(r["kind"] for r in rows):
         first = next(r for r in rows if r["kind"] == kind)
         print(f"{kind}: {first['equation']}    {first['source']}")
+    for kind, left_out in {r["kind"]: r["left_out"] for r in rows if r["left_out"]}.items():
+        print(f"left out of {kind}: {left_out}")
     for name, reason in refused.items():
         print(f"not listed: {name}, {reason}")
     print(f"\n{args.depth} sub-layers of width {args.width} in {args.dtype}.\n{_LEGEND}")

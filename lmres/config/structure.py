@@ -8,19 +8,26 @@ from lmres.model.config import ModelConfig
 from lmres.residual import (
     MHC,
     AttentionResiduals,
+    DeepCrossAttention,
     DeepNorm,
+    DeltaAttentionResiduals,
     DenseFormer,
+    DynamicLIMe,
     FracConnections,
     GatedResidual,
     GeneralizedHyperConnections,
     HyperConnections,
     LAuReL,
     LayerScale,
+    LIMe,
+    MUDDFormer,
     MultiGateResiduals,
     PerStreamMHC,
+    RecentDeepCrossAttention,
     Residual,
     ResidualMatrix,
     ReZero,
+    ValueResidual,
 )
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 
@@ -76,6 +83,49 @@ def _(residual: DenseFormer, depth: int) -> str:
             f"; the last period has {depth % residual.period} of {residual.period} blocks, read as they are"
         )
     return text
+
+
+@structure.register
+def _(residual: MUDDFormer, depth: int) -> str:
+    weights = "weights that depend on the token" if residual.dynamic == "token" else "fixed weights"
+    inputs = "query, key, value and residual apart" if residual.ways == (4,) else "one input"
+    return f"each block reads the embedding and all blocks before it, {inputs}, {weights}"
+
+
+@structure.register
+def _(residual: DeepCrossAttention, depth: int) -> str:
+    return f"each reads the embedding and all outputs before it, {_inputs(residual.ways)}"
+
+
+@structure.register
+def _(residual: RecentDeepCrossAttention, depth: int) -> str:
+    kept = f"the embedding, the last {residual.last} outputs and the sum of those between"
+    return f"each reads {kept}, {_inputs(residual.ways)}"
+
+
+@structure.register
+def _(residual: DeltaAttentionResiduals, depth: int) -> str:
+    sources = "outputs" if residual.block == 1 else f"depth blocks of {residual.block}"
+    return f"the residual stream, and beside it what attention finds among the embedding and the {sources} before"
+
+
+@structure.register
+def _(residual: ValueResidual, depth: int) -> str:
+    return f"the residual stream; attention uses the first block's values too ({residual.mode} weights)"
+
+
+@structure.register
+def _(residual: LIMe, depth: int) -> str:
+    return "the residual stream; attention mixes the keys and values of all heads of all blocks up to its own"
+
+
+@structure.register
+def _(residual: DynamicLIMe, depth: int) -> str:
+    return f"each reads a mix of the residual stream at all depths before it, {_inputs(residual.ways)}"
+
+
+def _inputs(ways: tuple[int, ...]) -> str:
+    return "one input each" if ways == (1,) else f"{' and '.join(map(str, ways))} inputs in turn"
 
 
 @structure.register

@@ -43,12 +43,20 @@ def field_table() -> list[Row]:
 
 
 def _docs(cls: type) -> dict[str, str]:
-    """Documentation by field: text after "key:" or "key, key:", at the start of a line or a sentence."""
-    names = "|".join(hints(cls))
+    """Documentation by field: text after "key:" or "key, key:", at the start of a line or a sentence.
+
+    Fields that a base class brings are documented there.
+    """
+    bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+    docs = _docs(bases[0]) if bases else {}
+    for base in bases[1:]:
+        docs = _docs(base) | docs
+    names = "|".join(field.name for field in dataclasses.fields(cls))
+    if not names:
+        return docs
     starts = list(
         re.finditer(rf"(?:^[ ]*|[.;][ ])((?:(?:{names}), )*(?:{names})): ", cls.__doc__, re.MULTILINE)
     )
-    docs = {}
     for start, end in zip(starts, [*(s.start() for s in starts[1:]), None]):
         text = " ".join(cls.__doc__[start.end() : end].split("\n\n")[0].split())
         docs |= dict.fromkeys(start.group(1).split(", "), text)

@@ -201,7 +201,7 @@ def _run(name: str, config: RunConfig, where: Path, mode: Mode) -> tuple[RunResu
         params=count(params),
         connection_params=count(params["stack"]["connection"]),
         peak_memory_bytes=_step_memory(session),
-        mixing=None if result is None else _mixing(session, result.state["params"]),
+        mixing=_mixing(session, result.state["params"]) if result is not None and config.residual.has_matrix else None,
         config=to_dict(config),
         notes=notes,
     ), session

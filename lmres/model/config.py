@@ -95,7 +95,7 @@ class ModelConfig:
 def check_ways(unit: str, ways: tuple[int, ...]) -> None:
     """Raises ValueError unless a transformer's branches can take a connection's inputs.
 
-    Attention takes 1 or 3 (query, key, value), an MLP 1; a block as a unit 1 or 4 (those and the skip around attention).
+    Attention takes 1 or 3 (query, key, value), an MLP 1; a block as a unit 1 or 4 (those, and the skip around it).
     """
     fitting = {"sublayer": [(1,), (1, 1), (3, 1)], "block": [(1,), (4,)]}[unit]
     if tuple(ways) not in fitting:

@@ -37,7 +37,7 @@ class PerStreamMHC(Slots):
     iters: Sinkhorn iterations.
     """
 
-    kind: Literal["mhc-per-stream"] = "mhc-per-stream"
+    kind: Literal["mhc_per_stream"] = "mhc_per_stream"
     streams: int = 4
     iters: int = 20
 

@@ -128,6 +128,9 @@ def test_variants_lists_every_member(lmres):
         own = [row for row in rows.values() if row["kind"] == member.kind]
         assert own and all(row["equation"] and "arXiv" in row["source"] for row in own)
         assert {row["state"] for row in own} == {"growing" if issubclass(member, AppendOnly) else "fixed"}
+    assert all(set(row["checks"]) <= set(told["checks"]) for row in rows.values())
+    assert "matrix" in rows["mhc-4"]["checks"] and "matrix" not in rows["rmt-64"]["checks"]
+    assert "alpha" in rows["deepnorm"]["left_out"] and rows["plain"]["left_out"] == ""
     # plain: three vectors of 32 two-byte numbers for each of six sub-layers, one addition per number.
     assert rows["plain"]["bytes"] == 3 * 6 * 32 * 2 and rows["plain"]["flops"] == 6 * 32
     assert rows["plain"]["parameters"] == 0 and rows["plain-post"]["start_tolerance"] is None

@@ -355,5 +355,5 @@ def test_the_table_documents_every_key():
         == "key/value heads (grouped-query attention), None for as many as heads."
     )
     assert by_key["optimizer.beta2", ""][:4] == ("optimizer.beta2", "number", "0.95", "of AdamW")
-    assert by_key["residual.kind", ""].type.startswith("one of plain, denseformer, attnres, hc, ")
+    assert by_key["residual.kind", ""].type.startswith("one of plain, rezero, layerscale, deepnorm, ")
     assert by_key["residual.streams", "residual.kind=mhc"].default == "4"

@@ -156,7 +156,7 @@ def test_include(write, tmp_path):
             f"run.yaml:1:18: residual.kind: expected one of {', '.join(KINDS)}, found 'mch' "
             "(text); did you mean 'mhc'?",
         ),
-        ("residual: {kind: 3}\n", "run.yaml:1:18: residual.kind: expected one of plain, denseformer, "),
+        ("residual: {kind: 3}\n", "run.yaml:1:18: residual.kind: expected one of plain, rezero, "),
         (
             "residual: {kind: plain, streams: 4}\n",
             "run.yaml:1:34: residual.streams: unknown key of residual.kind=plain; it belongs to "
