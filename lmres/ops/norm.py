@@ -46,7 +46,8 @@ def normed_projection(x: Array, w: Array, *, centre: bool = False, eps: float = 
 def _statistics(x, centre, eps, floor):
     wide = x.astype(stat_dtype(x))
     mean = jnp.mean(wide, axis=-1, keepdims=True) if centre else jnp.zeros((), wide.dtype)
-    square = jnp.mean((wide - mean) ** 2, axis=-1, keepdims=True)
+    centred = wide - mean if centre else wide
+    square = jnp.mean(centred * centred, axis=-1, keepdims=True)
     return wide, mean, square, jax.lax.rsqrt(jnp.maximum(square, floor) + eps)
 
 

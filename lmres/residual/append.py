@@ -160,7 +160,7 @@ def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
         return g_params, jax.tree.map(jnp.add, g_entry["value"], g_value)
 
     nothing = lambda: jax.tree.map(jnp.zeros_like, (params_l, value_like))  # noqa: E731
-    last = connection.is_last_write(l, stack.depth) if connection.rewrites else l >= 0
+    last = connection.completes(l) | (l == stack.depth - 1) if connection.rewrites else l >= 0
     g_params, g_value = jax.lax.cond(last, through_keys, nothing)
     g_carry, g_y = emit_vjp((g_value, g_carry))
     return g_params, g_carry, g_y

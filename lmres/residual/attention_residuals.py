@@ -76,16 +76,23 @@ class AttentionResiduals(DepthAttention):
     def close(self, params, state, context=None):
         values = state.slots["value"]
         if context is None:
-            context = self.softmax(state.slots["logits"][:, -1], jnp.ones(len(values), bool))
+            p, logits = params["shared"], state.slots["logits"][:, -1]
+            if (len(p["query"]) - 1) % self.block:  # the last depth block is not complete: its sum is the carry
+                last = self.project(self.queries(p)[-1:], state.carry)
+                logits = jnp.concatenate([logits[:-1], last])
+            context = self.softmax(logits, jnp.ones(len(values), bool))
         return weighted_sum(context, values), context
 
     def cost(self, depth, width):
-        slots = [n + (l % self.block != 0) for l, n in enumerate(self.read_slots(depth))] + [self.slot_count(depth)]
-        readers = depth + 1
+        slots = [*self.read_slots(depth), self.slot_count(depth)]
+        readers, running = depth + 1, depth * (self.block > 1)
+        # Where there is a running sum: adding to it, its logit (also of the readout, if it is not complete), its share.
+        flops = self.attention_flops(readers, depth, width) + 2.0 * sum(slots) * width
+        flops += (9.0 * running + 4.0 * bool(depth % self.block)) * width
         return Cost(
             params=readers * width * (2 if self.key_gain else 1),
-            flops=2.0 * readers * width * self.slot_count(depth) + 2.0 * sum(slots) * width,
-            moved=float(sum(slots) + 3 * depth),
+            flops=flops,
+            moved=float(sum(slots) + 3 * depth + running),
             state=float(self.slot_count(depth) + (self.block > 1)),
         )
 

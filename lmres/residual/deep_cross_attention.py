@@ -12,7 +12,8 @@ k-DCA keeps the embedding and the last k outputs as they are and one sum of thos
 
 Legend: L sub-layers, R readers (the inputs of all sub-layers, and the readout), M = L + 1 slots, D width.
 Start: b = 1, w = 0: the residual sum, exactly pre-norm. ReLU's derivative at 0 is taken as 1, or w would stay 0.
-Cost of a reader of t sources: t D (version 1: t) parameters, + D in version 3; 2 t D FLOPs (version 3: + 4 t D).
+Cost of a reader of t sources: t D (version 1: t) parameters, + D in version 3; 2 t D FLOPs (version 3: 4 t D, and
+2 (L + 1) D for its logits, made for all entries).
 """
 
 import dataclasses
@@ -24,6 +25,10 @@ import numpy as np
 from lmres.ops import Span, normed_projection, stat_dtype, weighted_sums
 from lmres.residual.interface import Axes, Connection, Cost, History, check_not_negative
 from lmres.residual.weighted import WeightedReads
+
+
+def _total(sums):
+    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
 def gate(logits):
@@ -75,14 +80,24 @@ class Gates:
         return jnp.einsum("...d,rd->...r", value.astype(wide), w.astype(wide), precision="highest")
 
     def gate_cost(self, sources: list[int], width: int) -> tuple[int, float]:
-        """(parameters, FLOPs per token) of readers with so many sources."""
-        per_source = 1 if self.version == 1 else width
-        params = sum(sources) * per_source
-        flops = 2.0 * sum(sources) * width
-        if self.version == 3:
-            params += len(sources) * width * (2 if self.norm == "rms" else 1)
-            flops += 4.0 * sum(sources) * width
-        return params, flops
+        """(parameters, FLOPs per token but for the logits) of readers with so many sources."""
+        params = sum(sources) * (1 if self.version == 1 else width)
+        if self.version < 3:
+            return params, 2.0 * sum(sources) * width
+        params += len(sources) * width * (2 if self.norm == "rms" else 1)
+        return params, (4.0 * sum(sources) + len(sources)) * width + 3.0 * sum(sources)
+
+    def logit_flops(self, entries: int, readers: int, width: int) -> float:
+        """FLOPs per token of the logits of ``readers`` readers for ``entries`` entries."""
+        if self.version < 3:
+            return 0.0
+        return entries * (2.0 * readers * width + (2.0 * width + readers if self.norm == "rms" else 0.0))
+
+    def no_gradient_rows(self) -> dict[str, tuple[int, ...]]:
+        """The first sub-layer has one source. A scalar gate can only change its size, which the branch's norm hides;
+        beside a vector that starts at ones it is late: w moves from the second step on, its norm's gain after that."""
+        first = tuple(range(self.ways[0]))
+        return {1: {"bias": first}, 2: {}, 3: {"gain": first}}[self.version]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +113,10 @@ class DeepCrossAttention(Gates, WeightedReads):
     @property
     def name(self):
         return f"dca-v{self.version}" + ("" if self.ways == (3, 1) else f"-{'x'.join(map(str, self.ways))}way")
+
+    @property
+    def no_gradient(self):
+        return self.no_gradient_rows()
 
     @property
     def channelwise(self):
@@ -144,7 +163,7 @@ class DeepCrossAttention(Gates, WeightedReads):
         return [b, gates], ()
 
     def finish(self, params_l, sums, seen, extra):
-        x = sum(sums)
+        x = _total(sums)
         return (x[0] if len(x) == 1 else tuple(x)), extra
 
     def close(self, params, state, context=None):
@@ -153,11 +172,12 @@ class DeepCrossAttention(Gates, WeightedReads):
             context = [params["shared"]["bias"][-len(values) :][None]]
             if self.version == 3:
                 context.append(gate(state.slots["logits"][:, -1])[None])
-        return sum(weighted_sums(w, values) for w in context)[0], context
+        return _total([weighted_sums(w, values) for w in context])[0], context
 
     def cost(self, depth, width):
         sources = [l + 1 for l in range(depth) for _ in range(self.ways[l % len(self.ways)])] + [depth + 1]
         params, flops = self.gate_cost(sources, width)
+        flops += self.logit_flops(depth + 1, len(sources), width)
         moved = sum(l + 1 + self.ways[l % len(self.ways)] + 2 for l in range(depth)) + depth + 2
         return Cost(params, flops, float(moved), float(depth + 1))
 
@@ -184,6 +204,10 @@ class RecentDeepCrossAttention(Gates, Connection):
     @property
     def name(self):
         return f"kdca{self.last}-v{self.version}"
+
+    @property
+    def no_gradient(self):
+        return self.no_gradient_rows()
 
     @property
     def channelwise(self):
@@ -218,7 +242,7 @@ class RecentDeepCrossAttention(Gates, Connection):
     def read(self, params_l, state, l, context=None, ways=1):
         if context is None:
             context = self._context(params_l, state, self.reader_at(l), ways, l)
-        x = sum(weighted_sums(w, state) for w in context)
+        x = _total([weighted_sums(w, state) for w in context])
         return (x[0] if ways == 1 else tuple(x)), context
 
     def write(self, params_l, state, context, y, l):
@@ -231,7 +255,7 @@ class RecentDeepCrossAttention(Gates, Connection):
             readers = len(p["bias"])
             depth = self._depth_of(readers)
             context = self._context(p, state, readers - 1, 1, depth)
-        return sum(weighted_sums(w, state) for w in context)[0], context
+        return _total([weighted_sums(w, state) for w in context])[0], context
 
     def _depth_of(self, readers: int) -> int:
         """Number of sub-layers with so many readers, the readout's included."""
@@ -241,9 +265,12 @@ class RecentDeepCrossAttention(Gates, Connection):
 
     def cost(self, depth, width):
         sources = [min(l, self.last) + 1 + (l > self.last) for l in range(depth + 1)]
-        each = [n for l, n in enumerate(sources[:-1]) for _ in range(self.ways[l % len(self.ways)])] + sources[-1:]
-        _, flops = self.gate_cost(each, width)
-        params, _ = self.gate_cost([self.last + 2] * len(each), width)
+        readers, slots = int(self.first_reader(depth)[-1]) + 1, self.last + 2
+        params, flops = self.gate_cost([slots] * readers, width)  # slots that hold nothing yet are read too
+        flops += depth * width
+        if self.version == 3:
+            norms = 2.0 * width * (depth + 1) if self.norm == "rms" else 0.0
+            flops += slots * (2.0 * readers * width + norms)
         moved = sum(n + self.ways[l % len(self.ways)] for l, n in enumerate(sources[:-1])) + sources[-1] + 4 * depth
         return Cost(params, flops, float(moved), float(self.last + 2))
 

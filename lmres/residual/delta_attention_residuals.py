@@ -41,6 +41,12 @@ class DeltaAttentionResiduals(DepthAttention):
         return f"delta-attnres-{self.form}" + ("" if self.gate == "learned" else "-ungated")
 
     @property
+    def no_gradient(self):
+        """The readers of the first depth block have one source, the embedding."""
+        first = tuple(range(self.block))
+        return {"query": first, "gain": first}
+
+    @property
     def start_tolerance(self):
         return 1e-4 if self.gate == "learned" else None
 
@@ -71,9 +77,10 @@ class DeltaAttentionResiduals(DepthAttention):
 
     def cost(self, depth, width):
         slots = self.read_slots(depth)
+        adds = depth * (4.0 if self.block > 1 else 2.0)
         return Cost(
             params=depth * (width * (2 if self.key_gain else 1) + (self.gate == "learned")),
-            flops=2.0 * depth * width * self.slot_count(depth) + 2.0 * (sum(slots) + depth) * width,
+            flops=self.attention_flops(depth, depth, width) + (2.0 * sum(slots) + adds) * width,
             moved=float(sum(slots) + 5 * depth),
             state=float(self.slot_count(depth) + 1 + (self.block > 1)),
         )

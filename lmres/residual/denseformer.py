@@ -92,10 +92,11 @@ class DenseFormer(WeightedReads):
 
     def cost(self, depth, width):
         reads = [len(self.sources(i)) for i in range(1, depth + 1) if i % self.period == 0]
+        walked = sum(len(self.sources(i)) if i else 1 for i in range(depth + 1))
         # The plain skips inside a block of two sub-layers: 3 vectors moved and one addition each.
         return Cost(
             params=sum(reads),
-            flops=2.0 * (sum(reads) + depth) * width,
+            flops=2.0 * (walked + depth) * width,
             moved=float(sum(reads) + 2 * len(reads) + 6 * depth),
             state=float(depth + 1),
         )

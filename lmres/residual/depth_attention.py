@@ -87,8 +87,8 @@ class DepthAttention(WeightedReads):
     def rewrites(self):
         return self.block > 1  # the running sum of a block
 
-    def is_last_write(self, l, depth):
-        return ((l + 1) % self.block == 0) | (l == depth - 1)
+    def completes(self, l):
+        return (l + 1) % self.block == 0
 
     def running(self, before, y, l):
         """(slot, the running sum of the depth block with ``y``): what unit l's output changes."""
@@ -102,7 +102,8 @@ class DepthAttention(WeightedReads):
 
     def softmax(self, logits, valid):
         """Over the leading axis; heads, if any, go to the end: [M, B, S] or [M, B, S, H]."""
-        weights = depth_softmax(logits / self.temperature, valid.reshape(-1, *[1] * (logits.ndim - 1)))
+        logits = logits if self.temperature == 1.0 else logits / self.temperature
+        weights = depth_softmax(logits, valid.reshape(-1, *[1] * (logits.ndim - 1)))
         return jnp.moveaxis(weights, 1, -1) if self.heads > 1 else weights
 
     def slot_axes(self) -> dict:
@@ -115,3 +116,9 @@ class DepthAttention(WeightedReads):
     def read_slots(self, depth: int) -> list[int]:
         """How many complete slots each sub-layer reads."""
         return [l // self.block + 1 for l in range(depth)]
+
+    def attention_flops(self, readers: int, depth: int, width: int) -> float:
+        """FLOPs per token of ``readers`` queries: the complete slots' logits, and the softmaxes."""
+        complete, slots = depth // self.block + 1, self.slot_count(depth)
+        per_entry = (2.0 * readers + 2.0) * width + readers * self.heads
+        return complete * per_entry + 5.0 * readers * slots * self.heads

@@ -9,7 +9,7 @@ branch outputs: Attention Residuals are something else.
 Legend: L sub-layers, M = L + 1 slots, C inputs of a sub-layer, D width.
 Start (ours; none is published): W = 0 and b = 0, uniform weights: not the plain residual. b = 30 on the newest stream
 is, to 1e-12 per source, and converts trained models.
-Cost of sub-layer l: C (l + 1) (D + 1) + D parameters; 4 C (l + 1) D FLOPs per token.
+Cost of sub-layer l: C (l + 1) (D + 1) + D parameters; 2 C (M + l + 1) D FLOPs per token.
 """
 
 import dataclasses
@@ -38,6 +38,12 @@ class DynamicLIMe(WeightedReads):
     source: ClassVar[str] = "x-transformers 2.31 (DynamicLIMe); cf. arXiv:2502.09245"
     start_tolerance: ClassVar[float | None] = None
     no_decay: ClassVar[tuple[str, ...]] = ("bias", "gain")
+
+    @property
+    def no_gradient(self):
+        """The first sub-layer has one source."""
+        first = tuple(range(self.ways[0]))
+        return {"weight": first, "bias": first, "gain": (0,)}
 
     @property
     def name(self):
@@ -70,7 +76,8 @@ class DynamicLIMe(WeightedReads):
         return e
 
     def emit(self, carry, y, l):
-        return l + 1, carry + y, carry + y
+        stream = carry + y
+        return l + 1, stream, stream
 
     @property
     def sees(self):
@@ -95,9 +102,11 @@ class DynamicLIMe(WeightedReads):
 
     def cost(self, depth, width):
         rows = int(self._firsts(depth)[-1])
+        # Logits are computed for all slots; those of slots to come are masked.
+        logits = (depth + 1) * sum(self.ways[l % len(self.ways)] for l in range(depth))
         return Cost(
             params=rows * (width + 1) + depth * width,
-            flops=4.0 * rows * width + depth * width,
+            flops=2.0 * (logits + rows) * width + 3.0 * depth * width + 7.0 * logits,
             moved=float(rows + 4 * depth),
             state=float(depth + 2),
         )

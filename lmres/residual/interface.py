@@ -83,7 +83,8 @@ class Cost:
     """What a connection costs beyond the branches, for one token and summed over the whole depth.
 
     params: number of parameters (not per token).
-    flops: floating-point operations of the forward pass.
+    flops: floating-point operations of the forward pass as XLA counts them: 2 per multiply-add of a product, 1 per
+      entry of an elementwise operation or a reduction; exponentials, roots and moving data are not counted.
     moved: numbers read and written by the forward pass, in units of one d-vector.
     state: numbers alive between two sub-layers at the top of the stack, in units of one d-vector.
     """
@@ -220,8 +221,9 @@ class AppendOnly(Connection):
         """True if some slots are written more than once."""
         return False
 
-    def is_last_write(self, l: Index, depth: int) -> bool | Array:
-        """Whether unit ``l`` of ``depth`` is the last to write its slot."""
+    def completes(self, l: Index) -> bool | Array:
+        """Whether unit ``l`` completes its slot. Keys are made then; of a slot that the end of the depth leaves
+        incomplete they are zero."""
         return True
 
     @abc.abstractmethod
@@ -250,9 +252,19 @@ class AppendOnly(Connection):
         """One slot's content; in a replay (``params_l`` None) only the value, since keys are not linear."""
         return {"value": value, **(self.keys(params_l, value) if params_l is not None else {})}
 
+    def _entry(self, params_l: Params | None, value: Any, l: Index) -> Params:
+        """What unit ``l`` puts into its slot."""
+        if params_l is None or not self.rewrites:
+            return self.slot_entry(params_l, value)
+        make = lambda: self.keys(params_l, value)  # noqa: E731
+        none = lambda: jax.tree.map(lambda k: jnp.zeros(k.shape, k.dtype), jax.eval_shape(make))  # noqa: E731
+        done = self.completes(l)
+        keys = jax.lax.cond(done, make, none) if isinstance(done, Array) else make() if done else none()
+        return {"value": value, **keys}
+
     def write(self, params_l: Params | None, state: History, context: Context, y: Array, l: Index) -> History:
         slot, value, carry = self.emit(state.carry, y, l)
-        entry = self.slot_entry(params_l, value)
+        entry = self._entry(params_l, value, l)
         slots = jax.tree.map(
             lambda buffer, v: jax.lax.dynamic_update_index_in_dim(buffer, v.astype(buffer.dtype), slot, 0),
             state.slots,

@@ -118,7 +118,7 @@ class ValueResidual(KeyValueHeads, Connection):
         g, k = self.kv_heads or 1, self.head_size or width
         return Cost(
             params=2 * (depth - 1) if self.mode == "learned" else 0,
-            flops=depth * (2.0 * width + 3.0 * g * k),
+            flops=depth * (2.0 * width + 4.0 * g * k),
             moved=depth * (6.0 + 3.0 * g * k / width),
             state=1.0 + g * k / width,
         )
@@ -242,7 +242,7 @@ class LIMe(KeyValueHeads, AppendOnly):
         rows = 2 if self.routers == "separate" else 1
         return Cost(
             params=rows * g * g * sources,
-            flops=2.0 * depth * width + 4.0 * g * g * k * (sources + 1),
+            flops=2.0 * depth * width + 2.0 * (2 * g + 1) * g * k * (depth * (depth + 1) // 2),
             moved=depth * 6.0 + 2.0 * g * k * (sources + depth) / width,
             state=1.0 + 2.0 * depth * g * k / width,
         )

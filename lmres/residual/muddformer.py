@@ -13,7 +13,8 @@ authors' JAX code has the outer norm on the residual way only; here all ways hav
 
 Legend: B blocks (units), M = B + 1 slots, C ways, K = C (i + 1) hidden at depth i, D width.
 Start: W1 normal with variance 1 / D, W2 = 0, a one-hot at X_i: exactly pre-norm.
-Cost at depth i and token: K D + K^2 + K parameters; 2 K D + 2 K^2 + 2 K D FLOPs; (i + 1) D read and C D written.
+Cost at depth i and token: K D + K^2 + K parameters; 2 K D + 2 K^2 + 2 K D FLOPs ((i + 1) in K is B + 1 where the
+weights are computed, so that one compiled block serves all depths); (i + 1) D read and C D written.
 """
 
 import dataclasses
@@ -26,6 +27,8 @@ import numpy as np
 from lmres.ops import Span, normed_projection, rms_scale, weighted_sums
 from lmres.residual.interface import Axes, Cost, History, check_not_negative
 from lmres.residual.weighted import WeightedReads
+
+_GELU_FLOPS = 68.0  # of one exact GELU: XLA's erfc is a polynomial
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,20 +177,20 @@ class MUDDFormer(WeightedReads):
         return h, (weights, extra)
 
     def cost(self, depth, width):
-        ways, params, flops, moved = self.ways[0], 0, 0.0, 0.0
-        readers = [(ways, i + 1, 1) for i in range(1, depth)] + [(1, depth + 1, 4 if self.expand_last else 1)]
-        for c, sources, expand in readers:
-            rows, hidden = c * sources, c * sources * expand
-            params += rows
-            flops += 2.0 * rows * width
-            moved += sources + c
-            if self.dynamic == "token":
-                params += hidden * width + hidden * rows
-                flops += 2.0 * hidden * width + 2.0 * hidden * rows
-            if self.norm == "prepost":
-                params += c * width
-        # The plain skips inside a block of two sub-layers: 3 vectors moved and one addition each.
-        return Cost(params, flops + 2.0 * depth * width, moved + 6.0 * depth, float(depth + 1))
+        ways, slots, expand = self.ways[0], depth + 1, 4 if self.expand_last else 1
+        # Readers as (inputs, sources of each, hidden units): those of the blocks but the first, and the readout.
+        readers = [(ways, i + 1, ways * (i + 1)) for i in range(1, depth)] + [(1, slots, slots * expand)]
+        params, sums = sum(c * sources for c, sources, _ in readers), ways + sum(c * n for c, n, _ in readers)
+        flops = 2.0 * (sums + depth) * width  # and the plain skips inside a block of two sub-layers
+        if self.dynamic == "token":
+            params += sum(hidden * (width + c * sources) for c, sources, hidden in readers)
+            # One compiled block for all depths: every reader has the hidden units of the last.
+            for hidden, rows, times in ((ways * slots, ways * slots, depth), (slots * expand, slots, 1)):
+                flops += times * ((2.0 * hidden + 2.0) * width + (2.0 * rows + _GELU_FLOPS) * hidden)
+        if self.norm == "prepost":
+            params += sum(c for c, _, _ in readers) * width
+            flops += (2.0 * slots + 5.0 * (ways * depth + 1)) * width
+        return Cost(params, flops, float(sums + sum(c for c, _, _ in readers) + 6 * depth), float(slots))
 
     def state_axes(self):
         scale = {"scale": Axes("slots", "batch", "sequence")} if self.norm == "prepost" else {}

@@ -105,7 +105,7 @@ class MultiGateResiduals(Connection):
         n, count = min(self.slots, depth + 1), self._overwrites(depth)
         return Cost(
             params=(depth + 1) * width + count * (width + n),
-            flops=(11.0 * depth + 7.0) * n * width,
+            flops=((11.0 if count else 9.0) * depth + 6.0) * n * width,
             moved=depth * (3.0 * n + 2),
             state=float(n),
         )

@@ -156,6 +156,7 @@ def run_two_phases(stack, connection_params, branch_params, e: Array, args: Any)
     short = whole * connection.block + connection.block - len(queries)
     padded = {"layers": {}, "shared": _padded(shared, max(short, 0))}
     final = run_history(grouped, padded, (params,), e, args)
+    running = ()
     if rest:
         x, _ = phase_one.read(layer_params(padded, 0), final, whole)
         tail = {
@@ -167,7 +168,7 @@ def run_two_phases(stack, connection_params, branch_params, e: Array, args: Any)
         final = phase_one.write(padded["shared"], final, (), running, whole)
     # The readout's logits are the row after the last sub-layer's.
     slots = {**final.slots, "logits": final.slots["logits"][:, : len(queries)]}
-    return connection.close(connection_params, History(slots, ()))[0]
+    return connection.close(connection_params, History(slots, running))[0]
 
 
 def _padded(shared, rows: int):

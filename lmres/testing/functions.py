@@ -17,6 +17,7 @@ from lmres.testing.setting import BATCH, DTYPES, SEQUENCE, Setting
 NOT_STARTING_PLAIN = 1e-3  # a connection that differs from plain by less than this at the start should say so
 AS_PLAIN = 1e-4
 DEAD = 1e-7  # of a parameter's largest gradient: below is rounding
+ALIVE = 1e-3  # of the same: above is certainly none
 
 
 def shapes(s: Setting) -> dict[str, Any]:
@@ -257,7 +258,7 @@ def gradients(s: Setting) -> dict[str, Any]:
                     f"{largest:.1e}): it cannot learn. Start it elsewhere, or declare it: "
                     f'no_gradient = {{"{name}": ({row},)}}'
                 )
-            if not dead and row in allowed:
+            if row in allowed and size > ALIVE * sizes.max():
                 raise Wrong(f'no_gradient says that row {row} of "{name}" gets none, but it gets {size:.1e}')
             if row not in allowed:
                 smallest = min(smallest, float(size))
