@@ -51,7 +51,7 @@ RESUME: tuple[Rule, ...] = (
     Rule(("name",), True, "a label"),
     Rule(
         _keys(
-            "model", "vocab_size width blocks heads kv_heads head_dim mlp mlp_hidden qk_norm tie_embeddings"
+            "model", "vocab_size width blocks heads kv_heads head_dim heads_from mlp mlp_hidden qk_norm tie_embeddings"
         ),
         False,
         "the checkpoint's parameters have another shape or meaning; start a new run",

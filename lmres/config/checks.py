@@ -67,7 +67,7 @@ def check_config(config: RunConfig, device_count: int | None = None) -> None:
     for check in (
         model.check,
         lambda: residual.check(residual_depth(model, residual), model.width),
-        lambda: check_ways(residual.unit, residual.ways),
+        lambda: check_ways(residual.unit, residual.ways, model.heads_from),
         lambda: residual.fit(model.kv, model.head_size) if model.heads >= 1 else None,
     ):
         try:

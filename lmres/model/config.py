@@ -17,6 +17,9 @@ class ModelConfig:
     head_dim: None for width / heads. Even, for the rotary positions.
     mlp: "swiglu" or "gelu".
     mlp_hidden: hidden size; None for 4 x width ("gelu") or 8/3 x width rounded up to a multiple of 32 ("swiglu").
+    heads_from: where attention's heads come from: "projections" of its input and back, or the "input" itself, cut into
+      heads, with no matrices at all. The latter is the Residual Matrix Transformer (arXiv:2506.22696) and needs a
+      connection that reads query, key and value apart (residual.kind=rmt), and as many key/value heads as heads.
     qk_norm: RMSNorm with a gain on queries and keys, per head.
     tie_embeddings: use the embedding table for the output too.
     logit_softcap: None, or c in c tanh(logits / c).
@@ -44,6 +47,7 @@ class ModelConfig:
     head_dim: int | None = None
     mlp: Literal["swiglu", "gelu"] = "swiglu"
     mlp_hidden: int | None = None
+    heads_from: Literal["projections", "input"] = "projections"
     qk_norm: bool = False
     tie_embeddings: bool = True
     logit_softcap: float | None = None
@@ -86,13 +90,18 @@ class ModelConfig:
             )
         if self.kv < 1 or self.heads % self.kv:
             raise ValueError(f"model.heads={self.heads} must be a multiple of model.kv_heads={self.kv}")
+        if self.heads_from == "input" and (self.kv != self.heads or self.heads * self.head_size != self.width):
+            raise ValueError(
+                f"model.heads_from=input cuts model.width={self.width} into heads: model.heads={self.heads} of "
+                f"{self.head_size} must fill it, and model.kv_heads={self.kv_heads} must be left out"
+            )
         if self.head_size % 2:
             raise ValueError(f"rotary positions need an even head size, got {self.head_size} (model.head_dim)")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout} must be in [0, 1)")
 
 
-def check_ways(unit: str, ways: tuple[int, ...]) -> None:
+def check_ways(unit: str, ways: tuple[int, ...], heads_from: str = "projections") -> None:
     """Raises ValueError unless a transformer's branches can take a connection's inputs.
 
     Attention takes 1 or 3 (query, key, value), an MLP 1; a block as a unit 1 or 4 (those, and the skip around it).
@@ -102,4 +111,9 @@ def check_ways(unit: str, ways: tuple[int, ...]) -> None:
         raise ValueError(
             f"residual.ways={list(ways)} does not fit a transformer; "
             f"give {' or '.join(str(list(known)) for known in fitting)}"
+        )
+    if heads_from == "input" and ways[0] == 1:
+        raise ValueError(
+            f"model.heads_from=input needs query, key and value apart, and residual.ways={list(ways)} gives attention one "
+            "input: set residual.kind=rmt, or model.heads_from=projections"
         )

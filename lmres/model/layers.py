@@ -169,18 +169,24 @@ class Attention(SubLayer):
         c, width = self.config, (x if self.ways == 1 else x[0]).shape[-1]
         heads, groups, size = c.heads, c.kv, c.head_size
         init = fan_in(c.weight_std)
-        dtype = (x if self.ways == 1 else x[0]).dtype
-        w_query = self.param("query", init, (width, heads, size)).astype(dtype)
-        w_key = self.param("key", init, (width, groups, size)).astype(dtype)
-        w_value = self.param("value", init, (width, groups, size)).astype(dtype)
-        out_init = fan_in(c.weight_std, 2, self.residual_scale)
-        w_out = self.param("out", out_init, (heads, size, width)).astype(dtype)
+        projected = c.heads_from == "projections"
+        if projected:
+            dtype = (x if self.ways == 1 else x[0]).dtype
+            w_query = self.param("query", init, (width, heads, size)).astype(dtype)
+            w_key = self.param("key", init, (width, groups, size)).astype(dtype)
+            w_value = self.param("value", init, (width, groups, size)).astype(dtype)
+            out_init = fan_in(c.weight_std, 2, self.residual_scale)
+            w_out = self.param("out", out_init, (heads, size, width)).astype(dtype)
 
         x = self.enter(x)
         x_query, x_key, x_value = (x, x, x) if self.ways == 1 else x
-        query = jnp.einsum("bsd,dhk->bshk", x_query, w_query)
-        key = own_key = jnp.einsum("bsd,dgk->bsgk", x_key, w_key)
-        value = own_value = jnp.einsum("bsd,dgk->bsgk", x_value, w_value)
+        if projected:
+            query = jnp.einsum("bsd,dhk->bshk", x_query, w_query)
+            key = jnp.einsum("bsd,dgk->bsgk", x_key, w_key)
+            value = jnp.einsum("bsd,dgk->bsgk", x_value, w_value)
+        else:
+            query, key, value = (a.reshape(*a.shape[:2], heads, size) for a in (x_query, x_key, x_value))
+        own_key, own_value = key, value
         if exchange:
             key, value = mixed(key, exchange.key), mixed(value, exchange.value)
         if c.qk_norm:
@@ -192,7 +198,8 @@ class Attention(SubLayer):
             y = attend(query, (new,), (args.own_mask,), c.attention)
         else:
             y = attend(query, (past, new), (args.past_mask, args.own_mask), c.attention)
-        y = self.leave(jnp.einsum("bshk,hkd->bsd", y, w_out), 2 * i, args.dropout_key)
+        y = jnp.einsum("bshk,hkd->bsd", y, w_out) if projected else y.reshape(*y.shape[:2], width)
+        y = self.leave(y, 2 * i, args.dropout_key)
         return (Lent(y, own_key, own_value) if exchange else y), new
 
 

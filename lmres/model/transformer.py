@@ -28,7 +28,7 @@ class AttentionBranch:
     def init(self, key, x):
         args = Args(jnp.zeros(x.shape[:2], jnp.int32))
         x = x if self.module.ways == 1 else (x,) * self.module.ways
-        return self.module.init(key, x, 0, args)["params"]
+        return self.module.init(key, x, 0, args).get("params", {})  # none where heads are cut from the input
 
     def __call__(self, params_i, x, i, args, inputs_i):
         return self.module.apply({"params": params_i}, x, i, args, inputs_i or None)
@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         c.check()
         norms, scale = self.connection.branch_norms, (2 * c.blocks) ** -0.5
         ways = self.connection.ways
-        check_ways(self.connection.unit, ways)
+        check_ways(self.connection.unit, ways, c.heads_from)
         self.embed = Embedding(c)
         self.stack = ResidualStack(
             connection=self.connection,

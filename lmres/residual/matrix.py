@@ -6,8 +6,9 @@
     M <- M + 1 / sqrt(L) sum_r w_r g_r(x)'        its output, cut likewise, is stored with L = 2 x blocks sub-layers
     h_r = N' c_r                                  readout: norm and retrieval; no final norm follows
 
-Attention reads 3 R vectors: queries, keys and values each with keys of their own; the MLP reads R (``ways``). The size
-of M is free of the width: D_k grows the memory at 2 R D_k parameters per sub-layer and D_k D_v of a gain.
+Attention reads 3 R vectors: queries, keys and values each with keys of their own; the MLP reads R (``ways``). In the
+paper these vectors are attention's heads, with no projections (model.heads_from=input, model.heads=R). The size of M
+is free of the width: D_k grows the memory at 2 R D_k parameters per sub-layer and D_k D_v of a gain.
 
 Legend: B batch, S sequence, D = R D_v width, R reads, K = D_k, V = D_v, L sub-layers, W inputs of a sub-layer.
 State: M, [B, S, K, V]. Reading mixes channels (within D_v they keep their place), so there is no matrix over depth.
@@ -49,7 +50,7 @@ class ResidualMatrix(Connection):
     no_decay: ClassVar[tuple[str, ...]] = ("gain", "close_gain")
     start_tolerance: ClassVar[float | None] = None
     final_norm: ClassVar[bool] = False
-    left_out: ClassVar[str] = "muP scalings; attention without projections, whose heads are the retrieved vectors"
+    left_out: ClassVar[str] = "muP scalings"
 
     @property
     def name(self):

@@ -57,7 +57,7 @@ def matrix_parameters(model: ModelConfig) -> tuple[int, int]:
     """
     if model.vocab_size is None:
         raise ValueError("model.vocab_size is not set; take the tokenizer's before counting FLOPs")
-    attention = 2 * model.width * (model.heads + model.kv) * model.head_size
+    attention = 2 * model.width * (model.heads + model.kv) * model.head_size * (model.heads_from == "projections")
     mlp = (3 if model.mlp == "swiglu" else 2) * model.width * model.hidden
     return attention + mlp, model.vocab_size * model.width
 

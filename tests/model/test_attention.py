@@ -5,8 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lmres.model import KeyValues
-from lmres.model.layers import attend, rotate
+from lmres.model import KeyValues, ModelConfig, Transformer
+from lmres.model.config import check_ways
+from lmres.model.layers import Args, Attention, attend, rotate
+from lmres.residual import ResidualMatrix
+from lmres.train.flops import matrix_parameters
 
 
 def slow_attention(query, key, value, allowed):
@@ -58,3 +61,35 @@ def test_rotary_scores_depend_on_distance_only():
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
     assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-3)
     np.testing.assert_array_equal(rotate(q, jnp.array([[0]]), 1e4), q)
+
+
+def test_heads_can_be_cut_from_separate_inputs():
+    """model.heads_from=input: no matrices; the three inputs are the heads, and the heads the output."""
+    config = ModelConfig(vocab_size=8, context=8, width=16, heads=4, heads_from="input")
+    attention = Attention(config, norms=(), ways=3)
+    rng = np.random.default_rng(0)
+    inputs = tuple(jnp.asarray(rng.normal(size=(2, 5, 16)), jnp.float32) for _ in range(3))
+    args = Args(jnp.zeros((2, 5), jnp.int32))  # position 0 throughout: no rotation
+    assert attention.init(jax.random.key(0), inputs, 0, args) == {}
+    y, new = attention.apply({}, inputs, 0, args)
+    q, k, v = (np.asarray(x).reshape(2, 5, 4, 4) for x in inputs)
+    logits = np.einsum("bshk,bthk->bhst", q, k) / 2.0
+    logits[..., ~np.tri(5, dtype=bool)] = -np.inf
+    weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(y, np.einsum("bhst,bthk->bshk", weights, v).reshape(2, 5, 16), atol=1e-5)
+    np.testing.assert_allclose(new.value, v, atol=1e-6)
+
+
+def test_heads_from_the_input_need_room_and_three_inputs():
+    with pytest.raises(ValueError, match="model.kv_heads=2 must be left out"):
+        ModelConfig(width=16, heads=4, kv_heads=2, heads_from="input").check()
+    with pytest.raises(ValueError, match="model.width=16 into heads: model.heads=4 of 8"):
+        ModelConfig(width=16, heads=4, head_dim=8, heads_from="input").check()
+    with pytest.raises(ValueError, match=r"residual.ways=\[1\] gives attention one input"):
+        check_ways("sublayer", (1,), "input")
+    check_ways("sublayer", (3, 1), "input")
+    config = ModelConfig(vocab_size=8, context=8, width=16, blocks=2, heads=4, heads_from="input")
+    model = Transformer(config, ResidualMatrix(keys=6))
+    params = model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    assert not jax.tree.leaves(params["stack"].get("attention", {}))
+    assert matrix_parameters(config)[0] == 3 * 16 * config.hidden
