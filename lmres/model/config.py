@@ -114,6 +114,6 @@ def check_ways(unit: str, ways: tuple[int, ...], heads_from: str = "projections"
         )
     if heads_from == "input" and ways[0] == 1:
         raise ValueError(
-            f"model.heads_from=input needs query, key and value apart, and residual.ways={list(ways)} gives attention one "
-            "input: set residual.kind=rmt, or model.heads_from=projections"
+            f"model.heads_from=input needs query, key and value apart, and residual.ways={list(ways)} gives attention "
+            "one input: set residual.kind=rmt, or model.heads_from=projections"
         )

@@ -81,9 +81,9 @@ def test_heads_can_be_cut_from_separate_inputs():
 
 
 def test_heads_from_the_input_need_room_and_three_inputs():
-    with pytest.raises(ValueError, match="model.kv_heads=2 must be left out"):
+    with pytest.raises(ValueError, match=r"model\.kv_heads=2 must be left out"):
         ModelConfig(width=16, heads=4, kv_heads=2, heads_from="input").check()
-    with pytest.raises(ValueError, match="model.width=16 into heads: model.heads=4 of 8"):
+    with pytest.raises(ValueError, match=r"model\.width=16 into heads: model\.heads=4 of 8"):
         ModelConfig(width=16, heads=4, head_dim=8, heads_from="input").check()
     with pytest.raises(ValueError, match=r"residual.ways=\[1\] gives attention one input"):
         check_ways("sublayer", (1,), "input")
