@@ -113,8 +113,16 @@ ALL = [
 ]
 
 
-# For tests over ALL that compile several programs each: the fast selection keeps one of each kind.
-ALL_SOME_SLOW = [c if c in KINDS else pytest.param(c, marks=pytest.mark.slow) for c in ALL]
+# One of each kind.
+MEMBERS = list({c.kind: c for c in reversed([*KINDS, *ALL])}.values())[::-1]
+
+
+def slow_but(fast, connections):
+    """``connections`` as parameters of a test of which the fast selection keeps those in ``fast``."""
+    return [c if c in fast else pytest.param(c, marks=pytest.mark.slow) for c in connections]
+
+
+ALL_SOME_SLOW = slow_but(KINDS, ALL)
 
 
 def name(connection) -> str:

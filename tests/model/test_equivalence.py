@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from variants import ALL, ALL_SOME_SLOW, KINDS, draw, name
+from variants import ALL, KINDS, draw, name
 
 from lmres.model import ModelConfig, Transformer
 from lmres.residual import Plain
@@ -53,13 +53,13 @@ def assert_trees_close(actual, expected, tolerance):
         assert error <= tolerance * max(scale, floor), f"{jax.tree_util.keystr(path)}: {error:.2e} of {scale:.2e}"
 
 
-@pytest.mark.parametrize("connection", ALL_SOME_SLOW, ids=name)
+@pytest.mark.parametrize("connection", KINDS, ids=name)
 def test_scanned_equals_looped_and_rematerialised(connection):
     data = batch()
     looped_model = Transformer(dataclasses.replace(CONFIG, scan=False), connection)
     params = draw(looped_model)
     looped = value_and_grad(looped_model, params, data)
-    for options in ({}, {"remat": "full"}, {"remat": "dots"})[: 3 if connection in KINDS else 1]:
+    for options in ({}, {"remat": "full"}, {"remat": "dots"}):
         model = Transformer(dataclasses.replace(CONFIG, **options), connection)
         assert_trees_close(value_and_grad(model, params, data), looped, 2e-5)
     for path, g in jax.tree_util.tree_leaves_with_path(looped[1]):
@@ -101,7 +101,7 @@ def test_sharded_equals_single_device(connection, sizes):
         assert len(split) >= 7, "the large parameters are split"
 
 
-@pytest.mark.parametrize("connection", ALL_SOME_SLOW, ids=name)
+@pytest.mark.parametrize("connection", KINDS, ids=name)
 def test_causal_by_gradient(connection):
     """The output at position t depends on the embeddings of positions up to t, and on all of them."""
     model = Transformer(CONFIG, connection)

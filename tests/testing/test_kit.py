@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import pytest
-from variants import ALL, KINDS, name
+from variants import ALL, KINDS, MEMBERS, name, slow_but
 
 from lmres.residual import Connection, Cost, DenseFormer, HyperConnections, Plain
 from lmres.residual.interface import Axes
@@ -16,8 +16,8 @@ from lmres.testing import CHECKS, ResidualCheckError, check_residual, running
 from lmres.testing.counting import count
 
 
-@pytest.mark.parametrize("connection", KINDS, ids=name)
-def test_every_kind_passes(connection):
+@pytest.mark.parametrize("connection", slow_but(KINDS, MEMBERS), ids=name)
+def test_every_member_passes(connection):
     report = check_residual(connection)
     reasons = {} if connection.has_matrix else {"matrix": "it mixes channels"}
     assert set(report.passed) == set(CHECKS) - set(reasons)
@@ -26,7 +26,7 @@ def test_every_kind_passes(connection):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connection", [c for c in ALL if c not in KINDS], ids=name)
+@pytest.mark.parametrize("connection", [c for c in ALL if c not in MEMBERS], ids=name)
 def test_every_option_passes(connection):
     """Without the checks that run the same functions once more in another way."""
     check_residual(connection, only=[check for check in CHECKS if check not in ("remat", "decode", "sharded")])

@@ -9,7 +9,7 @@ import pytest
 import test_run
 import yaml
 from test_run import run, sections
-from variants import ALL, KINDS, draw, name
+from variants import ALL_SOME_SLOW, KINDS, draw, name, slow_but
 
 from lmres.data import load_splits
 from lmres.model import ModelConfig, Transformer
@@ -48,10 +48,7 @@ def logits(model, params):
     return np.asarray(jax.jit(model.apply)({"params": params}, tokens))
 
 
-SOME_SLOW = [*KINDS, *(pytest.param(c, marks=pytest.mark.slow) for c in ALL if c not in KINDS)]
-
-
-@pytest.mark.parametrize("connection", SOME_SLOW, ids=name)
+@pytest.mark.parametrize("connection", ALL_SOME_SLOW, ids=name)
 def test_logits_are_kept_or_the_connection_is_refused(connection):
     plain, params = drawn_plain()
     model = Transformer(SIZES, connection)
@@ -67,6 +64,7 @@ def test_logits_are_kept_or_the_connection_is_refused(connection):
 def possible(connection, sizes):
     """Whether the connection itself says that it can be the plain residual."""
     depth = sizes.blocks * (2 if connection.unit == "sublayer" else 1)
+    connection = connection.fit(sizes.kv, sizes.head_size)
     start = connection.init(jax.random.key(0), depth, sizes.width)
     gains, final_gain = jnp.ones((2 * sizes.blocks, sizes.width)), jnp.ones(sizes.width)
     return connection.as_plain(start, gains, final_gain) is not None
@@ -137,7 +135,7 @@ def convert(text, source, folder, connection, devices=1, step=None, splits=True,
     return done, parts
 
 
-@pytest.mark.parametrize("connection", KINDS, ids=name)
+@pytest.mark.parametrize("connection", slow_but([Plain(), HyperConnections()], KINDS), ids=name)
 def test_training_goes_on(text, trained, tmp_path, connection):
     source, expected, valid = trained
     out = tmp_path / "new"

@@ -227,7 +227,7 @@ def test_every_parameter_of_a_real_model_has_a_role(connection):
     rows = describe_roles(params, connection, kind="muon")
     assert sum(r["parameters"] for r in rows) == sum(x.size for x in jax.tree.leaves(params))
     own = [r for r in rows if r["role"] == "connection"]
-    cost = connection.cost(2 if connection.unit == "block" else 4, 16)
+    cost = model.connection.cost(2 if connection.unit == "block" else 4, 16)
     assert sum(r["parameters"] for r in own) == cost.params
     if "*" in connection.no_decay:
         assert not any(r["decayed"] for r in own)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from variants import KINDS, draw, name
+from variants import KINDS, draw, name, slow_but
 
 from lmres.data import DataConfig
 from lmres.model import ModelConfig, Transformer
-from lmres.residual import MHC, AttentionResiduals, Plain
+from lmres.residual import MHC, AttentionResiduals, MUDDFormer, Plain
 from lmres.sharding import MeshConfig, make_mesh
 from lmres.train.checkpoint import CheckpointError, Checkpoints
 from lmres.train.config import LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
@@ -84,7 +84,7 @@ def run(folder, parts, mode="new", devices=1, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("connection", KINDS, ids=name)
+@pytest.mark.parametrize("connection", slow_but([Plain(), MUDDFormer()], KINDS), ids=name)
 def test_thirty_steps_equal_fifteen_and_fifteen_bitwise(text, tmp_path, connection):
     parts = sections(text, residual=connection, model__dropout=0.1, optimizer__kind="muon", train__accumulate=2)
     _, straight = run(tmp_path / "straight", parts)
