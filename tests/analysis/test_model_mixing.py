@@ -2,16 +2,17 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from variants import ALL_SOME_SLOW, name
 
 from lmres.analysis import MixingResult, model_mixing
 from lmres.model import ModelConfig, Transformer
 from lmres.residual import (
-    MHC,
     AttentionResiduals,
     DenseFormer,
     HyperConnections,
@@ -20,23 +21,13 @@ from lmres.residual import (
     recompose,
     run_layers,
 )
+from lmres.residual.interface import Exchange, Lent
+from lmres.residual.mixing import pick_way
 
-CONNECTIONS = [
-    Plain(),
-    Plain(norm="post"),
-    Plain(norm="sandwich"),
-    DenseFormer(),
-    DenseFormer(dilation=2, period=2),
-    AttentionResiduals(),
-    AttentionResiduals(block=3),
-    AttentionResiduals(key_gain=True),
-    HyperConnections(streams=3, dynamic=False),
-    HyperConnections(streams=3),
-    MHC(streams=3, iters=2),
-    MHC(streams=3, iters=2, readout="sum"),
-]
 each_connection = pytest.mark.parametrize(
-    "connection", CONNECTIONS, ids=lambda c: f"{c.name}{'-gain' * getattr(c, 'key_gain', False)}"
+    "connection",
+    [p for p in ALL_SOME_SLOW if getattr(p, "values", (p,))[0].has_matrix],
+    ids=name,
 )
 B, S, D = 2, 3, 8
 SMALL = ModelConfig(vocab_size=11, context=5, width=8, blocks=2, heads=2, mlp_hidden=16, dtype="float64")
@@ -60,6 +51,20 @@ def randomised(params, key, scale=0.5):
     return jax.tree.unflatten(tree, moved)
 
 
+def tanh_branch(w):
+    """Of the product of all inputs; keys and values are lent and mixed in where that is asked for."""
+
+    def branch(x):
+        if not isinstance(x, Exchange):
+            return jnp.tanh(math.prod(x) @ w) if type(x) is tuple else jnp.tanh(x @ w)
+        y = jnp.tanh(x.x @ w)
+        heads = y.reshape(B, S, 2, -1)
+        used = sum(m.gathered for m in (x.key, x.value) if m is not None)
+        return Lent(y + used.reshape(y.shape), heads, heads**2)
+
+    return branch
+
+
 def tanh_run(connection, depth=5, move=True):
     """(h, record, e, params) of a run over tanh branches."""
     keys = jax.random.split(jax.random.key(0), depth + 2)
@@ -67,7 +72,7 @@ def tanh_run(connection, depth=5, move=True):
     params = randomised(params, keys[0]) if move else jax.tree.map(lambda p: p.astype(jnp.float64), params)
     weights = [jax.random.normal(k, (D, D), jnp.float64) / D**0.5 for k in keys[2:]]
     e = jax.random.normal(keys[1], (B, S, D), jnp.float64)
-    branches = [lambda x, w=w: jnp.tanh(x @ w) for w in weights]
+    branches = [tanh_branch(w) for w in weights]
     h, record = jax.jit(lambda params, e: run_layers(connection, params, branches, e))(params, e)
     return h, record, e, params
 
@@ -75,6 +80,7 @@ def tanh_run(connection, depth=5, move=True):
 def model_and_params(connection, move=True):
     """A transformer and parameters drawn without running it: only shapes come from ``init``."""
     model = Transformer(SMALL, connection)
+    connection = model.connection  # which knows the model's heads
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32)))["params"]
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) * 0.4), shapes)
@@ -90,24 +96,33 @@ def tokens(rows=B, length=5):
     return jax.random.randint(jax.random.key(3), (rows, length), 0, SMALL.vocab_size)
 
 
+def ways_of_attention(connection):
+    """Query, key and value where they are read apart."""
+    return range(min(3, max(connection.ways)))
+
+
 @each_connection
 def test_reads_recompose_over_tanh_branches(connection, x64):
+    connection = connection.fit(2, D // 2)
     h, record, e, _ = tanh_run(connection)
-    matrix = depth_mixing(connection, record.contexts, e)
-    assert matrix.shape == (6, 6, B, S, *([D] if connection.channelwise else []))
-    reads = np.stack([*record.reads, h])
-    assert np.max(np.abs(recompose(matrix, e, record.outputs) - reads)) <= 1e-12 * np.max(np.abs(reads))
-    above = np.triu_indices(6, 1)
-    assert np.all(np.asarray(matrix)[above] == 0), (
-        "a reader has a share in something that is not yet computed"
-    )
+    for way in ways_of_attention(connection):
+        matrix = depth_mixing(connection, record.contexts, e, way=way)
+        assert matrix.shape == (6, 6, B, S, *([D] if connection.channelwise else []))
+        reads = np.stack([*(pick_way(getattr(x, "x", x), way) for x in record.reads), h])
+        outputs = [getattr(y, "y", y) for y in record.outputs]
+        assert np.max(np.abs(recompose(matrix, e, outputs) - reads)) <= 1e-12 * np.max(np.abs(reads))
+        above = np.triu_indices(6, 1)
+        assert np.all(np.asarray(matrix)[above] == 0), (
+            "a reader has a share in something that is not yet computed"
+        )
 
 
 @each_connection
 def test_reads_recompose_in_the_transformer(connection, x64):
     model, params = model_and_params(connection)
-    result = model_mixing(model, params, tokens(), SEGMENTS)
-    assert result.error <= 1e-12
+    for way in ways_of_attention(connection):
+        result = model_mixing(model, params, tokens(), SEGMENTS, way=way)
+        assert result.error <= 1e-12
     assert result.mean.shape == result.spread.shape == (5, 5)
     assert result.readers == ("attn 1", "mlp 1", "attn 2", "mlp 2", "out")
     assert result.sources == ("embed", *result.readers[:-1])

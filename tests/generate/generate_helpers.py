@@ -8,35 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmres.model import ModelConfig, Transformer
-from lmres.residual import (
-    MHC,
-    AttentionResiduals,
-    DeepNorm,
-    DenseFormer,
-    HyperConnections,
-    LAuReL,
-    LayerScale,
-    Plain,
-    ReZero,
-)
 
-CONNECTIONS = [
-    Plain(),
-    Plain(norm="post"),
-    Plain(norm="sandwich"),
-    DenseFormer(),
-    DenseFormer(dilation=2, period=2),
-    AttentionResiduals(),
-    AttentionResiduals(block=3),
-    HyperConnections(dynamic=False),
-    HyperConnections(),
-    MHC(),
-    MHC(readout="sum"),
-    ReZero(),
-    LayerScale(),
-    DeepNorm(alpha=2.0, norm="input"),
-    LAuReL(rank=2, previous=3),
-]
 VOCAB = 23
 
 # The programs are tiny and compiled for one or two calls.

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from generate_helpers import (
-    CONNECTIONS,
     assert_close,
     full_logits,
     make_model,
@@ -16,6 +15,7 @@ from generate_helpers import (
     random_params,
     random_tokens,
 )
+from variants import ALL, ALL_SOME_SLOW, name
 
 from lmres.generate import append, cache_bytes, empty_cache, extend, prefill
 from lmres.model import KeyValues
@@ -63,29 +63,30 @@ def logits_by_cache(model, params, tokens):
 
 
 def test_every_connection_is_here():
-    assert {type(c) for c in CONNECTIONS} == set(typing.get_args(Residual))
+    assert {type(c) for c in ALL} == set(typing.get_args(Residual))
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS, ids=lambda c: c.name)
+@pytest.mark.parametrize("connection", ALL_SOME_SLOW, ids=name)
 def test_cached_logits_are_the_full_ones_at_every_prompt_length(connection):
-    model = make_model(connection)
-    params, tokens = random_params(model), random_tokens(12, 12)
-    expected = full_logits(model, params, tokens)
-    assert_close(logits_by_cache(model, params, tokens), expected, 1e-5)
+    with jax.enable_x64(True):
+        model = make_model(connection, dtype="float64")
+        params, tokens = jax.tree.map(np.float64, random_params(model)), random_tokens(12, 12)
+        expected = full_logits(model, params, tokens)
+        assert_close(logits_by_cache(model, params, tokens), expected, 1e-12)
 
-    # In chunks of three, one row with two columns of padding.
-    lengths, past = [12, 10], empty_cache(model.config, 2, 12)
-    at, segments, positions = padded(tokens[:2], lengths, 12)
-    chunks = []
-    for start in range(0, 12, 3):
-        part = slice(start, start + 3)
-        logits, past = run_extend(
-            model, params, past, at[:, part], segments[:, part], positions[:, part], start
-        )
-        chunks.append(np.asarray(logits))
+        # In chunks of three, one row with two columns of padding.
+        lengths, past = [12, 10], empty_cache(model.config, 2, 12)
+        at, segments, positions = padded(tokens[:2], lengths, 12)
+        chunks = []
+        for start in range(0, 12, 3):
+            part = slice(start, start + 3)
+            logits, past = run_extend(
+                model, params, past, at[:, part], segments[:, part], positions[:, part], start
+            )
+            chunks.append(np.asarray(logits))
     chunks = np.concatenate(chunks, axis=1)
     for row, length in enumerate(lengths):
-        assert_close(chunks[row, 12 - length :], expected[row, :length], 1e-5, f"chunks, row {row}")
+        assert_close(chunks[row, 12 - length :], expected[row, :length], 1e-12, f"chunks, row {row}")
 
 
 VARIANTS = {
