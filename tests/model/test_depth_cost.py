@@ -4,22 +4,68 @@ Only compiled, never run. The width is a realistic one: full Attention Residuals
 the history, L / D of its size, which a toy width would make look quadratic.
 """
 
+import functools
+import math
+import time
+
 import jax
+import jax.numpy as jnp
 import pytest
 from variants import KINDS, name
 
 from lmres.experiment.bench import compile_step
 from lmres.model import ModelConfig
-from lmres.residual import AttentionResiduals
+from lmres.residual import (
+    AttentionResiduals,
+    DeepCrossAttention,
+    DeltaAttentionResiduals,
+    DenseFormer,
+    DynamicLIMe,
+    LIMe,
+    MUDDFormer,
+    Plain,
+)
 
-CONFIG = {"vocab_size": 64, "context": 256, "width": 768, "heads": 8, "mlp_hidden": 768, "remat": "full"}
-BATCH = 8
-DEPTHS = (12, 24, 48)  # blocks
+CONFIG = {"vocab_size": 64, "context": 512, "width": 768, "heads": 8, "mlp_hidden": 768, "remat": "full"}
+BATCH = 4
+DEPTHS = (12, 24)  # blocks
+TENSOR = BATCH * CONFIG["context"] * CONFIG["width"] * 4  # bytes of one [B, S, D]
+
+# Histories that a train step may have room for beyond the plain residual's: the history and its cotangent, and one more
+# where weights depend on tokens.
+STATIC = dict.fromkeys([DenseFormer(), MUDDFormer(dynamic="static"), DeepCrossAttention(version=1)], 2)
+MOVING = dict.fromkeys(
+    [
+        MUDDFormer(),
+        DeepCrossAttention(),
+        AttentionResiduals(),
+        AttentionResiduals(heads=4),
+        AttentionResiduals(block=4),
+        DeltaAttentionResiduals(),
+        LIMe(),
+        DynamicLIMe(),
+    ],
+    3,
+)
+GROWING = STATIC | MOVING
 
 
 def compiled(connection, blocks):
-    program, *_, seconds = compile_step(ModelConfig(blocks=blocks, **CONFIG), connection, BATCH)
-    return program.memory_analysis().temp_size_in_bytes, seconds
+    """(bytes of temporaries, processor seconds) of a whole train step; the seconds hardly depend on what else runs."""
+    start = time.process_time()
+    program, *_ = compile_step(ModelConfig(blocks=blocks, **CONFIG), connection, BATCH)
+    return program.memory_analysis().temp_size_in_bytes, time.process_time() - start
+
+
+@functools.cache
+def once(connection, blocks):
+    return compiled(connection, blocks)
+
+
+def quickest(connection, blocks, limit):
+    """Seconds to compile; a second try where the first took longer than ``limit``."""
+    first = once(connection, blocks)[1]
+    return first if first <= limit else min(first, compiled(connection, blocks)[1])
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +77,37 @@ def no_cache():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connection", [*KINDS, AttentionResiduals(block=4)], ids=name)
+@pytest.mark.parametrize("connection", dict.fromkeys([*KINDS, *GROWING]), ids=name)
 def test_temporaries_grow_linearly_and_compile_time_does_not(connection):
-    small, middle, large = (compiled(connection, blocks) for blocks in DEPTHS)
+    small, large = (once(connection, blocks) for blocks in DEPTHS)
     # Twice the depth is at most twice the memory (a history kept once per layer would be near four times).
-    assert middle[0] <= 2.1 * small[0], f"{small[0] / 2**20:.1f} MiB at 12 blocks, {middle[0] / 2**20:.1f} at 24"
-    assert large[0] <= 2.1 * middle[0], f"{middle[0] / 2**20:.1f} MiB at 24 blocks, {large[0] / 2**20:.1f} at 48"
-    # Best of two: a single timing on a busy machine may be twice too long.
-    seconds = min(large[1], compiled(connection, 48)[1])
-    assert seconds <= 1.5 * small[1], f"compiling took {small[1]:.1f} s at 12 blocks, {seconds:.1f} at 48"
+    assert large[0] <= 2.1 * small[0], f"{small[0] / 2**20:.1f} MiB at 12 blocks, {large[0] / 2**20:.1f} at 24"
+    seconds = quickest(connection, DEPTHS[1], 1.5 * small[1])
+    assert seconds <= 1.5 * small[1], f"compiling took {small[1]:.1f} s at 12 blocks, {seconds:.1f} at 24"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connection, histories", GROWING.items(), ids=lambda v: name(v) if hasattr(v, "kind") else "")
+def test_a_history_is_kept_only_so_often(connection, histories):
+    """At 48 sub-layers, where a history kept once per layer would be more than a thousand tensors.
+
+    One history is 49 tensors [B, S, D], or what the state holds if that is more (stored logits).
+    """
+    blocks, model = DEPTHS[1], ModelConfig(blocks=DEPTHS[1], **CONFIG)
+    fitted = connection.fit(model.kv, model.head_size)
+    depth = blocks if fitted.unit == "block" else 2 * blocks
+    embedding = jnp.zeros((BATCH, CONFIG["context"], CONFIG["width"]))
+    params = jax.eval_shape(lambda: fitted.init(jax.random.key(0), depth, CONFIG["width"]))
+    state = jax.eval_shape(lambda p, e: fitted.open(p, e, depth), params, embedding)
+    held = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(state.slots))
+    more = once(connection, blocks)[0] - once(Plain(), blocks)[0]
+    allowed = histories * max(held, (2 * blocks + 1) * TENSOR)
+    assert more <= allowed, f"{more / TENSOR:.1f} tensors more than plain, {allowed / TENSOR:.1f} allowed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connection", GROWING, ids=name)
+def test_compile_time_is_near_that_of_the_plain_residual(connection):
+    limit = 3 * once(Plain(), DEPTHS[1])[1]
+    seconds = quickest(connection, DEPTHS[1], limit)
+    assert seconds <= limit, f"{seconds:.1f} s, plain took {limit / 3:.1f} s"
