@@ -31,10 +31,11 @@ from lmres.residual.interface import Axes, Cost, History, layer_params
 class PhaseOne(DepthAttention):
     """Phase 1 as a connection whose unit is a depth block of ``block`` sub-layers.
 
-    slots: N + 1.
+    slots: N + 1. per_copy: sub-layers per copy of the branches.
     """
 
     slots: int
+    per_copy: int
 
     def init(self, key, depth, width):
         raise NotImplementedError("the parameters are those of AttentionResiduals")
@@ -76,7 +77,9 @@ class PhaseOne(DepthAttention):
         return [weights], total
 
     def finish(self, params_l, sums, seen, extra):
-        return {"partial": sums[0], "total": extra}, extra
+        # In the shape that DepthBlock scans over: a reshaped copy would be one more history kept for the backward pass.
+        by_copy = lambda a: a.reshape(-1, self.per_copy, *a.shape[1:])  # noqa: E731
+        return {"partial": by_copy(sums[0]), "total": by_copy(extra)}, extra
 
     def close(self, params, state, context=None):
         raise NotImplementedError("AttentionResiduals closes")
@@ -102,10 +105,13 @@ class DepthBlock:
     copies: int
 
     def __call__(self, params_i, x, i, args, inputs_i):
-        """params_i: {"branches": per branch [copies, ...], "queries": [S, D]}; x: phase 1; i: number of the block."""
+        """params_i: {"branches": per branch [copies, ...], "queries": [S, D]}; i: number of the depth block.
+
+        x: of phase 1, [copies, per copy, ...].
+        """
         units = self.stack.units
         per_copy = len(units)
-        by_copy = lambda a: a.reshape(self.copies, per_copy, *a.shape[1:])  # noqa: E731
+        queries = params_i["queries"].reshape(self.copies, per_copy, -1)
 
         def body(running, xs):
             branches, queries, partial, total, c = xs
@@ -115,8 +121,8 @@ class DepthBlock:
                 running = self.stack.constrain(running + y, Axes("batch", "sequence", "embed"))
             return running, ()
 
-        xs = (params_i["branches"], *map(by_copy, (params_i["queries"], x["partial"], x["total"])))
-        start = jnp.zeros_like(x["partial"][0])
+        xs = (params_i["branches"], queries, x["partial"], x["total"])
+        start = jnp.zeros_like(x["partial"][0, 0])
         running, _ = jax.lax.scan(self.stack.checkpointed(body), start, (*xs, jnp.arange(self.copies)))
         return running, ()
 
@@ -139,7 +145,7 @@ def run_two_phases(stack, connection_params, branch_params, e: Array, args: Any)
     shared = connection_params["shared"]
     queries = connection.queries(shared)
     options = {f.name: getattr(connection, f.name) for f in dataclasses.fields(DepthAttention)}
-    phase_one = PhaseOne(**options, slots=connection.slot_count(stack.depth))
+    phase_one = PhaseOne(**options, slots=connection.slot_count(stack.depth), per_copy=per_copy)
 
     scanned = whole * copies
     group = lambda a: a[:scanned].reshape(whole, copies, *a.shape[1:])  # noqa: E731
@@ -163,7 +169,7 @@ def run_two_phases(stack, connection_params, branch_params, e: Array, args: Any)
             "branches": jax.tree.map(lambda a: a[scanned:], branch_params),
             "queries": queries[whole * connection.block : -1],
         }
-        x = jax.tree.map(lambda a: a[: rest * per_copy], x)
+        x = jax.tree.map(lambda a: a[:rest], x)
         running, _ = DepthBlock(stack, rest)(tail, x, whole, args, ())
         final = phase_one.write(padded["shared"], final, (), running, whole)
     # The readout's logits are the row after the last sub-layer's.

@@ -106,6 +106,13 @@ def test_a_history_is_kept_only_so_often(connection, histories):
 
 
 @pytest.mark.slow
+def test_depth_blocks_take_less_than_the_full_form():
+    """Their history is a quarter, and what the first phase gives, one more history of the full size, is not kept."""
+    block, full = (once(AttentionResiduals(block=n), DEPTHS[1])[0] for n in (4, 1))
+    assert block <= full - 10 * TENSOR, f"{block / TENSOR:.1f} tensors, {full / TENSOR:.1f} in the full form"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("connection", GROWING, ids=name)
 def test_compile_time_is_near_that_of_the_plain_residual(connection):
     limit = 3 * once(Plain(), DEPTHS[1])[1]
