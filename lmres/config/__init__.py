@@ -7,7 +7,7 @@ new section is a field of ``RunConfig``; a new key is a field of its room's conf
 ``changes.RESUME``.
 
 No function outside this room takes the whole config. May import: the rooms' configs, pydantic, yaml. Used by
-the command line and by what composes runs (train's entry, experiment, plan).
+the command line and by what composes runs (experiment).
 """
 
 from lmres.config.changes import ABSENT, RESUME, Change, Resumable, diff, resumable_changes

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
@@ -26,8 +27,7 @@ class AttentionBranch:
     name: str = "attention"
 
     def init(self, key, x):
-        args = Args(jnp.zeros(x.shape[:2], jnp.int32))
-        x = x if self.module.ways == 1 else (x,) * self.module.ways
+        args = Args(jnp.zeros(jax.tree.leaves(x)[0].shape[:2], jnp.int32))
         return self.module.init(key, x, 0, args).get("params", {})  # none where heads are cut from the input
 
     def __call__(self, params_i, x, i, args, inputs_i):

@@ -13,7 +13,7 @@ Legend: L sub-layers, R = L + 1 readers, N = ceil(L / block), M = N + 1 slots; B
 Start: w = 0, hence uniform weights, hence exactly pre-norm up to the norms' eps (every reader feeds a
 scale-invariant norm). The first reader has one source only, so its query never gets a gradient.
 Cost per token: R D parameters (twice with ``key_gain``); 2 R D FLOPs per entry for the logits and 2 (k + 1) D per
-read with k slots; k + 3 vectors moved per sub-layer.
+read with k slots; k + 3 vectors moved per sub-layer, k + 4 in the block form.
 """
 
 import dataclasses
@@ -29,7 +29,10 @@ from lmres.residual.interface import Axes, Cost, History
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionResiduals(DepthAttention):
-    """Softmax attention over depth in the place of the residual stream; options as in ``DepthAttention``."""
+    """Softmax attention over depth in the place of the residual stream.
+
+    The options are those of ``DepthAttention``.
+    """
 
     kind: Literal["attnres"] = "attnres"
 

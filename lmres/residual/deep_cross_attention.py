@@ -25,7 +25,10 @@ from lmres.residual.weighted import WeightedReads
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepCrossAttention(Gates, WeightedReads):
-    """Gated sums over all earlier outputs; options as in ``Gates``."""
+    """Gated sums over all earlier outputs.
+
+    The options are those of ``Gates``.
+    """
 
     kind: Literal["dca"] = "dca"
 

@@ -10,7 +10,7 @@ The readout is Y_B, then the final norm.
 Legend: B blocks (units), M = B + 1 slots, D width.
 Start: alpha_ii = 1, all others 0: exactly pre-norm. alpha is unconstrained.
 Cost: sum_i (floor(i/k) + 1) parameters over the averaged depths; 2 (floor(i/k) + 1) D FLOPs and
-(floor(i/k) + 2) D moved per averaged block and token.
+(floor(i/k) + 3) D moved per averaged block and token (the average is written and read again).
 """
 
 import dataclasses

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from lmres.residual.interface import Connection
@@ -31,7 +32,10 @@ class NamedBranch(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ModuleBranch:
-    """Any Linen module ``y = module(x)`` as a branch. With a pre-norm connection it must normalise its input itself."""
+    """Any Linen module ``y = module(x)`` as a branch. With a pre-norm connection it must normalise its input itself.
+
+    x is what the connection gives: an array, a tuple of arrays or an ``Exchange``.
+    """
 
     name: str
     module: nn.Module
@@ -61,12 +65,16 @@ class ResidualStack(nn.Module):
         stack, width = self._stack(), e.shape[-1]
         self.connection.check(stack.depth, width)
 
-        def init_branch(key, branch):
+        def init_branch(key, branch, x):
             keys = jax.random.split(key, self.repeats)
-            return jax.vmap(lambda k: branch.init(k, e[:1, :1]))(keys)
+            return jax.vmap(lambda k: branch.init(k, x))(keys)
 
         connection = self.param("connection", lambda key: self.connection.init(key, stack.depth, width))
-        return connection, tuple(self.param(b.name, init_branch, b) for b in self.branches)
+        inputs = jax.eval_shape(stack.first_inputs, connection, e[:1, :1])
+        inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
+        return connection, tuple(
+            self.param(b.name, init_branch, b, x) for b, x in zip(self.branches, inputs, strict=True)
+        )
 
     @nn.compact
     def __call__(self, e: Array, args: Any = (), inputs: Any = None) -> tuple[Array, tuple[Any, ...]]:

@@ -173,6 +173,17 @@ class Stack:
         h, context = self.connection.close(connection_params, state)
         return h, Record(reads, outputs, [*contexts, context], state)
 
+    def first_inputs(self, connection_params: Params, e: Array) -> list[Any]:
+        """What each branch of the first copy gets, for their shapes (branches are taken to return zeros)."""
+        state, inputs = self.connection.open(connection_params, e, self.depth), []
+        for s in range(len(self.units)):
+            x, _ = read_unit(self.connection, layer_params(connection_params, s), state, s, s)
+            inputs.append(x)
+        if self.connection.unit == "block":
+            first, skip = split_skip(inputs[0])
+            return [first, *[skip] * (len(self.branches) - 1)]
+        return inputs
+
     def pin(self, state):
         """The state with its shardings pinned."""
         return jax.tree.map(self.constrain, state, self.connection.state_axes())

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 
@@ -63,6 +64,10 @@ def compare(actual: Any, expected: Any, tolerance: float, what: str, hint: str) 
     A leaf's scale is at least a hundredth of the largest of all, since what is near zero has no relative accuracy.
     Raises Wrong, naming the leaf and the entry, above ``tolerance``; ``hint`` ends the message.
     """
+    try:
+        chex.assert_trees_all_equal_shapes(actual, expected)
+    except AssertionError as error:
+        raise Wrong(f"{what} differ in structure. {hint} {error}") from None
     floor = 1e-2 * max((float(np.max(np.abs(leaf), initial=0)) for leaf in jax.tree.leaves(expected)), default=0.0)
     largest, message = 0.0, ""
     leaves = jax.tree_util.tree_leaves_with_path(actual)

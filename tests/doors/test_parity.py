@@ -17,8 +17,10 @@ from variants import name, randomised
 from lmres.residual import (
     MHC,
     AttentionResiduals,
+    DeepCrossAttention,
     DenseFormer,
     HyperConnections,
+    MUDDFormer,
     Plain,
     depth_mixing,
     layer_params,
@@ -186,3 +188,22 @@ def test_no_door_asks_for_the_rest():
 
 def test_three_examples():
     assert [path.stem for path in EXAMPLES] == ["example_functions", "example_linen", "example_nnx"]
+
+
+class ThreeInputs(nn.Module):
+    """A branch that takes query, key and value apart."""
+
+    @nn.compact
+    def __call__(self, inputs):
+        q, k, v = (nn.Dense(8, name=name)(x) for name, x in zip("qkv", inputs, strict=True))
+        return jnp.tanh(q + k + v)
+
+
+@pytest.mark.parametrize("connection", [DeepCrossAttention(), MUDDFormer()], ids=name)
+def test_linen_modules_are_initialised_with_what_the_connection_gives(connection):
+    branches = (linen_door.ModuleBranch("first", ThreeInputs()), linen_door.ModuleBranch("second", nn.Dense(8)))
+    stack = linen_door.ResidualStack(connection, branches, repeats=2)
+    e = jnp.ones((2, 3, 8))
+    variables = stack.init(jax.random.key(0), e)
+    assert variables["params"]["first"]["q"]["kernel"].shape == (2, 8, 8)
+    assert stack.apply(variables, e)[0].shape == e.shape
