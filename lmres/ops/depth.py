@@ -8,10 +8,13 @@ over them:
   would make the host wait on a GPU.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from lmres.ops.norm import stat_dtype
@@ -39,19 +42,26 @@ def weighted_sum(weights: Array, slots: Array, span: Span | None = None) -> Arra
     return weighted_sums(weights[None], slots, span)[0]
 
 
-def weighted_sums(weights: Array, slots: Array, span: Span | None = None) -> Array:
+def weighted_sums(weights: Array | Sequence[Array], slots: Array, span: Span | None = None) -> Array:
     """``sum_m weights[r, m] * slots[m]`` for R readers of the same slots, accumulated in the statistics dtype.
 
     weights, zero outside ``span``: [R, M] (the same for every token and channel), [R, M, D] (per channel),
     [R, M, B, S] (per token) or [R, M, B, S, H] (per token and head, a head being D / H consecutive channels).
-    slots: [M, B, S, D]. span: None for all.
+    Several of these forms in a list are added up. slots: [M, B, S, D]. span: None for all.
     Returns [R, B, S, D] in the dtype of ``slots``.
     """
-    return _weighted_sums(weights.astype(stat_dtype(slots)), slots, span or Span(0, 1, slots.shape[0]))
+    several = [weights] if isinstance(weights, Array | np.ndarray) else weights
+    wide = [jnp.asarray(w, stat_dtype(slots)) for w in several]
+    return _weighted_sums(wide, slots, span or Span(0, 1, slots.shape[0]))
 
 
 @jax.custom_vjp
-def _weighted_sums(weights: Array, slots: Array, span: Span) -> Array:
+def _weighted_sums(several: list[Array], slots: Array, span: Span) -> Array:
+    totals = [_one_form(weights, slots, span) for weights in several]
+    return functools.reduce(jnp.add, totals).astype(slots.dtype)
+
+
+def _one_form(weights: Array, slots: Array, span: Span) -> Array:
     shape = (weights.shape[0], *slots.shape[1:])
 
     def walk(weights, slots, span):
@@ -65,18 +75,19 @@ def _weighted_sums(weights: Array, slots: Array, span: Span) -> Array:
         each = _spread(weights, (shape[0], *slots.shape)) * slots.astype(weights.dtype)
         return jnp.sum(each, axis=1)
 
-    totals = jax.lax.platform_dependent(weights, slots, span, cpu=walk, default=fused)
-    return totals.astype(slots.dtype)
+    return jax.lax.platform_dependent(weights, slots, span, cpu=walk, default=fused)
 
 
-def _forward(weights, slots, span):
-    return _weighted_sums(weights, slots, span), (weights, slots, span)
+def _forward(several, slots, span):
+    return _weighted_sums(several, slots, span), (several, slots, span)
 
 
 def _backward(residuals, g):
-    weights, slots, span = residuals
-    g_slots = add_outer(jnp.zeros_like(slots), weights, g, span)
-    return slot_dots(g, slots, span, weights.shape), g_slots, None
+    several, slots, span = residuals
+    g_slots = jnp.zeros_like(slots)
+    for weights in several:
+        g_slots = add_outer(g_slots, weights, g, span)
+    return [slot_dots(g, slots, span, weights.shape) for weights in several], g_slots, None
 
 
 _weighted_sums.defvjp(_forward, _backward)

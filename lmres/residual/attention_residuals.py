@@ -45,6 +45,11 @@ class AttentionResiduals(DepthAttention):
     def name(self):
         return f"attnres-{self.form}"
 
+    def check(self, depth, width):
+        super().check(depth, width)
+        if self.block > 1 and not self.eps > 0:  # the running sum, whose logit is taken, starts at zero
+            raise ValueError(f"residual.eps={self.eps} must be above 0 with residual.block={self.block}")
+
     def init(self, key, depth, width):
         return {"layers": {}, "shared": self.query_params(depth + 1, width)}
 

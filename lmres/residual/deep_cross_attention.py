@@ -98,7 +98,7 @@ class DeepCrossAttention(Gates, WeightedReads):
             context = [params["shared"]["bias"][-len(values) :][None]]
             if self.version == 3:
                 context.append(gate(state.slots["logits"][:, -1])[None])
-        return total([weighted_sums(w, values) for w in context])[0], context
+        return weighted_sums(context, values)[0], context
 
     def cost(self, depth, width):
         sources = [l + 1 for l in range(depth) for _ in range(self.ways[l % len(self.ways)])] + [depth + 1]

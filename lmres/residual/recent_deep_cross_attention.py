@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmres.ops import weighted_sums
-from lmres.residual.depth_gates import Gates, gate, total
+from lmres.residual.depth_gates import Gates, gate
 from lmres.residual.interface import Axes, Connection, Cost
 
 
@@ -76,7 +76,7 @@ class RecentDeepCrossAttention(Gates, Connection):
     def read(self, params_l, state, l, context=None, ways=1):
         if context is None:
             context = self._context(params_l, state, self.reader_at(l), ways, l)
-        x = total([weighted_sums(w, state) for w in context])
+        x = weighted_sums(context, state)
         return (x[0] if ways == 1 else tuple(x)), context
 
     def write(self, params_l, state, context, y, l):
@@ -89,7 +89,7 @@ class RecentDeepCrossAttention(Gates, Connection):
             readers = len(p["bias"])
             depth = self._depth_of(readers)
             context = self._context(p, state, readers - 1, 1, depth)
-        return total([weighted_sums(w, state) for w in context])[0], context
+        return weighted_sums(context, state)[0], context
 
     def _depth_of(self, readers: int) -> int:
         """Number of sub-layers with so many readers, the readout's included."""

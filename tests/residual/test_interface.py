@@ -116,6 +116,7 @@ def test_misuse_is_explained():
         (HyperConnections(eps=-5.0), "residual.eps=-5.0"),
         (AttentionResiduals(heads=3), "residual.heads=3 must divide model.width=8"),
         (AttentionResiduals(temperature=0.0), "residual.temperature=0.0"),
+        (AttentionResiduals(block=2, eps=0.0), "residual.eps=0.0 must be above 0"),
         (MUDDFormer(ways=(3,)), r"residual.ways=\[3\]"),
         (DeepCrossAttention(ways=(0,)), r"residual.ways=\[0\]"),
         (RecentDeepCrossAttention(last=0), "residual.last=0"),
