@@ -122,7 +122,7 @@ def slow_but(fast, connections):
     return [c if c in fast else pytest.param(c, marks=pytest.mark.slow) for c in connections]
 
 
-ALL_SOME_SLOW = slow_but(KINDS, ALL)
+MEMBERS_SOME_SLOW = slow_but(KINDS, MEMBERS)
 
 
 def name(connection) -> str:

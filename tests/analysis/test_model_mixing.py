@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from variants import ALL_SOME_SLOW, name
+from variants import MEMBERS_SOME_SLOW, name
 
 from lmres.analysis import MixingResult, model_mixing
 from lmres.model import ModelConfig, Transformer
@@ -26,7 +26,7 @@ from lmres.residual.mixing import pick_way
 
 each_connection = pytest.mark.parametrize(
     "connection",
-    [p for p in ALL_SOME_SLOW if getattr(p, "values", (p,))[0].has_matrix],
+    [p for p in MEMBERS_SOME_SLOW if getattr(p, "values", (p,))[0].has_matrix],
     ids=name,
 )
 B, S, D = 2, 3, 8

@@ -15,7 +15,7 @@ from generate_helpers import (
     random_params,
     random_tokens,
 )
-from variants import ALL, ALL_SOME_SLOW, name
+from variants import ALL, KINDS, name
 
 from lmres.generate import append, cache_bytes, empty_cache, extend, prefill
 from lmres.model import KeyValues
@@ -66,7 +66,7 @@ def test_every_connection_is_here():
     assert {type(c) for c in ALL} == set(typing.get_args(Residual))
 
 
-@pytest.mark.parametrize("connection", ALL_SOME_SLOW, ids=name)
+@pytest.mark.parametrize("connection", KINDS, ids=name)
 def test_cached_logits_are_the_full_ones_at_every_prompt_length(connection):
     with jax.enable_x64(True):
         model = make_model(connection, dtype="float64")

@@ -9,7 +9,7 @@ import pytest
 import test_run
 import yaml
 from test_run import run, sections
-from variants import ALL_SOME_SLOW, KINDS, draw, name, slow_but
+from variants import KINDS, MEMBERS_SOME_SLOW, draw, name, slow_but
 
 from lmres.data import load_splits
 from lmres.model import ModelConfig, Transformer
@@ -48,7 +48,7 @@ def logits(model, params):
     return np.asarray(jax.jit(model.apply)({"params": params}, tokens))
 
 
-@pytest.mark.parametrize("connection", ALL_SOME_SLOW, ids=name)
+@pytest.mark.parametrize("connection", MEMBERS_SOME_SLOW, ids=name)
 def test_logits_are_kept_or_the_connection_is_refused(connection):
     plain, params = drawn_plain()
     model = Transformer(SIZES, connection)
