@@ -21,8 +21,7 @@ from jax import Array
 
 from lmres.analysis.mixing import in_float32, kept_tokens, token_matrix
 from lmres.model import Transformer
-from lmres.residual import AppendOnly
-from lmres.residual.transfer import stream_maps, stream_states
+from lmres.residual.transfer import has_streams, stream_maps, stream_states
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -176,7 +175,7 @@ def _recorded(model, params, tokens, segments, positions):
     with jax.default_matmul_precision("highest"):
         _, e, record = model.apply({"params": params}, tokens, segments, positions, method="record")
         matrix = token_matrix(connection, record, e)[0] if connection.has_matrix else None
-        if isinstance(connection, AppendOnly):
+        if not has_streams(connection, record.state):
             return matrix, None, None
         try:
             maps = stream_maps(connection, record.contexts, record.state, e)

@@ -107,6 +107,7 @@ def _explain(cls: type, values: Mapping[str, Any], path: Path, item: dict[str, A
     annotation = hints(_class_of(section, values[name]))[path[1]]
     value = values[name][path[1]]
     choices = [c for a in members(annotation) if typing.get_origin(a) is Literal for c in typing.get_args(a)]
+    choices = [c for c in choices if isinstance(c, str)]
     hint = nearest(value, choices) if isinstance(value, str) else ""
     return path, f"{key}: expected {describe(annotation)}, found {shown(value)}{hint}"
 

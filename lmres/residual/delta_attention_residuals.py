@@ -7,8 +7,11 @@ depth blocks (the running block is in h anyway). The readout is h. The authors' 
 the first sub-layer only, where it is a multiple of h and the norm hides it.
 
 Legend: L sub-layers and readers, N = ceil(L / block), M = N + 1 slots; B batch, S sequence, D width.
-Start: w = 0 and a scalar gate g = 0 per sub-layer: exactly pre-norm, which also converts trained models. Without gates
-(g = 1, the form trained from scratch in the paper) the start is another function.
+Start: a scalar gate g = 0 per sub-layer: exactly pre-norm, which also converts trained models. Queries are normal with
+standard deviation 0.02, as linear layers in the authors' code: at w = 0 the uniform mean of the sources is a multiple
+of h (in the full form), which the norms hide, and neither gate nor query would ever get a gradient. The gate of the
+first sub-layer gets none in any case. Without gates (g = 1, the form trained from scratch in the paper) the start is
+another function.
 Cost per token: L (D + 1) parameters; 2 L D FLOPs per entry for the logits and 2 k D per read of k slots.
 """
 
@@ -44,7 +47,7 @@ class DeltaAttentionResiduals(DepthAttention):
     def no_gradient(self):
         """The readers of the first depth block have one source, the embedding."""
         first = tuple(range(self.block))
-        return {"query": first, "gain": first}
+        return {"query": first, "gain": first, "gate": (0,)}
 
     @property
     def start_tolerance(self):
@@ -52,7 +55,16 @@ class DeltaAttentionResiduals(DepthAttention):
 
     def init(self, key, depth, width):
         gate = {"gate": jnp.zeros(depth, jnp.float32)} if self.gate == "learned" else {}
-        return {"layers": gate, "shared": self.query_params(depth, width)}
+        shared = self.query_params(depth, width)
+        shared["query"] = 0.02 * jax.random.normal(key, shared["query"].shape, jnp.float32)
+        return {"layers": gate, "shared": shared}
+
+    def as_plain(self, params, gains, final_gain):
+        if self.gate == "learned":
+            return params
+        if self.block > 1:
+            return None
+        return {**params, "shared": {**params["shared"], "query": jnp.zeros_like(params["shared"]["query"])}}
 
     def first_carry(self, e) -> Any:
         return {"stream": e} | ({"running": jnp.zeros_like(e)} if self.block > 1 else {})

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmres.ops import Span
-from lmres.residual.interface import Axes, Cost, History
+from lmres.residual.interface import Axes, Cost, History, without_empty
 from lmres.residual.weighted import WeightedReads
 
 
@@ -70,11 +70,11 @@ class DenseFormer(WeightedReads):
         alpha = np.zeros(count, np.float32)
         diagonal = np.diagonal(table)
         alpha[diagonal[diagonal < count]] = 1.0
-        return {"layers": {}, "shared": {"alpha": jnp.asarray(alpha)}}
+        return {"layers": {}, "shared": without_empty({"alpha": jnp.asarray(alpha)})}
 
     def weigh(self, params_l, seen, l, ways, count):
         """alpha_l as a dense row of M weights; ``l`` may be traced."""
-        alpha = params_l["alpha"]
+        alpha = params_l.get("alpha", jnp.zeros(0))  # none where the period is longer than the depth
         table, _ = self._table(count - 1)
         return [jnp.concatenate([alpha, jnp.array([0.0, 1.0], alpha.dtype)])[jnp.asarray(table)[l]][None]], ()
 

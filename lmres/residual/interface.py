@@ -295,6 +295,11 @@ class AppendOnly(Connection):
         return g_params, jax.tree.map(jnp.add, g_slots, g_more), g_carry
 
 
+def without_empty(params: Params) -> Params:
+    """``params`` without arrays of size zero, which nothing could learn and a checkpoint could not hold."""
+    return {name: p for name, p in params.items() if p.size}
+
+
 def ways_of(x: Any) -> int:
     """How many inputs ``x`` holds: arrays are one, tuples of them several."""
     return len(x) if type(x) is tuple else 1

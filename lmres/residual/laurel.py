@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from lmres.ops import combine_streams, rms_norm, stat_dtype
-from lmres.residual.hyper_connections import check_streams
 from lmres.residual.interface import Axes, Connection, Cost, check_not_negative
+from lmres.residual.streams import check_streams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

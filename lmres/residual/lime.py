@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmres.ops import mix_heads, mix_heads_back, stat_dtype
-from lmres.residual.interface import AppendOnly, Axes, Cost, Exchange, History, Lent, Mix
+from lmres.residual.interface import AppendOnly, Axes, Cost, Exchange, History, Lent, Mix, without_empty
 from lmres.residual.key_values import HEADS, KeyValueHeads
 
 
@@ -39,8 +39,6 @@ class LIMe(KeyValueHeads, AppendOnly):
 
     equation: ClassVar[str] = "k_l[h] <- sum_jg w_l[h, (j, g)] k_j[g], same for v,  h <- Block(h)"
     source: ClassVar[str] = "arXiv:2502.09245"
-    no_decay: ClassVar[tuple[str, ...]] = ("*",)
-
     @property
     def lr_multipliers(self):
         """The authors' learning rate of 0.01 beside their 0.001."""
@@ -72,9 +70,11 @@ class LIMe(KeyValueHeads, AppendOnly):
             earlier = [np.concatenate([np.ones((g, l * g)), np.zeros((g, g))], axis=1) for l in range(1, depth)]
             size = np.concatenate([*[(b * m).ravel() for b, m in zip(bounds, earlier)], np.zeros(0)])
             router = router + size * jax.random.uniform(key, router.shape, jnp.float32, -1.0, 1.0)
-        return {"layers": {}, "shared": {"router": jnp.asarray(router, jnp.float32)}}
+        return {"layers": {}, "shared": without_empty({"router": jnp.asarray(router, jnp.float32)})}
 
     def as_plain(self, params, gains, final_gain):
+        if not params["shared"]:  # one layer
+            return params
         router = params["shared"]["router"]
         depth = round(((8 * router.shape[1] / self.heads()[0] ** 2 + 9) ** 0.5 - 1) / 2)
         return {**params, "shared": {"router": jnp.broadcast_to(self._identity(depth), router.shape)}}
@@ -97,7 +97,7 @@ class LIMe(KeyValueHeads, AppendOnly):
 
     def _router(self, params_l, l, count, dtype):
         """[2, G, M, G] weights of key and value for the layers before ``l``, zero from l on, and [2, G, G] its own."""
-        g, router = self.heads()[0], params_l["router"]
+        g, router = self.heads()[0], params_l.get("router", jnp.zeros((1, 0)))
         layer, head = jnp.arange(count)[None, :, None], jnp.arange(g)
         at = self._first(l) + head[:, None, None] * ((l + 1) * g) + layer * g + head
         at = jnp.where((layer <= l) & (l > 0), at, router.shape[1])

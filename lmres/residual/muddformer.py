@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmres.ops import Span, normed_projection, rms_scale, weighted_sums
-from lmres.residual.interface import Axes, Cost, History, check_not_negative
+from lmres.residual.interface import Axes, Cost, History, check_not_negative, without_empty
 from lmres.residual.weighted import WeightedReads
 
 _GELU_FLOPS = 68.0  # of one exact GELU: XLA's erfc is a polynomial
@@ -99,7 +99,7 @@ class MUDDFormer(WeightedReads):
         if self.norm == "prepost":
             shared["gain"] = jnp.full((depth - 1, ways, width), 1e-3, jnp.float32)
             shared["head_gain"] = jnp.full(width, 1e-3, jnp.float32)
-        return {"layers": {}, "shared": shared}
+        return {"layers": {}, "shared": without_empty(shared)}
 
     def emit(self, carry, y, l):
         return l + 1, y, ()
@@ -116,7 +116,7 @@ class MUDDFormer(WeightedReads):
 
     def weigh(self, params_l, seen, l, ways, count):
         """A of reader ``l``, [C, M, B, S], or [C, M] where static, zero for entries to come; the extra is the gain."""
-        if not len(params_l["bias"]):  # one block: its ways are e
+        if "bias" not in params_l:  # one block: its ways are e
             a, gain = jnp.eye(1, count).repeat(ways, 0), jnp.zeros((ways, seen["newest"].shape[-1]))
         else:
             a = self._rows(params_l, seen["newest"], l, ways, count)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from lmres.ops import combine_streams, normed_projection, stat_dtype
 from lmres.residual.interface import Connection, Cost, check_not_negative
-from lmres.residual.streams import STREAM_AXES, as_float32, check_counts
+from lmres.residual.streams import STREAM_AXES, as_float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,8 @@ class MultiGateResiduals(Connection):
         return f"mgr-{self.slots}"
 
     def check(self, depth, width):
-        check_counts(slots=self.slots)
+        if self.slots < 2:
+            raise ValueError(f"residual.slots={self.slots} must be at least 2: one slot has no weights to learn")
         check_not_negative(eps=self.eps)
 
     def _overwrites(self, depth: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from lmres.residual.interface import AppendOnly, Connection, read_unit, split_skip
 
@@ -81,9 +82,16 @@ def stream_states(connection: Connection, contexts: Sequence[Any], e: Array, out
     return stacked[..., None, :] if state.ndim == e.ndim else stacked
 
 
+def has_streams(connection: Connection, state: Any) -> bool:
+    """Whether the state is streams, [B, S, n, C], or one stream, [B, S, D]."""
+    axes = connection.state_axes()
+    ranked = isinstance(axes, PartitionSpec) and len(axes) in (3, 4)
+    return isinstance(state, jax.Array) and ranked and tuple(axes)[:2] == ("batch", "sequence")
+
+
 def _check_streams(connection: Connection, state: Any) -> None:
     if isinstance(connection, AppendOnly):
         raise ValueError(f"{connection.name} appends to its state and mixes nothing in it: there are no streams")
-    if not isinstance(state, jax.Array) or state.ndim not in (3, 4):
+    if not has_streams(connection, state):
         shapes = jax.tree.map(jnp.shape, state)
         raise ValueError(f"{connection.name}: the state must be [B, S, n, C] or [B, S, D], found {shapes}")

@@ -98,11 +98,12 @@ def has_two_phases(connection: Any, per_copy: int, depth: int) -> bool:
 class DepthBlock:
     """One depth block with phase 2 inside: the branch of ``PhaseOne``.
 
-    stack: the whole stack, of which it runs ``copies`` copies.
+    stack: the whole stack, of which it runs ``copies`` copies. stride: copies in a whole depth block.
     """
 
     stack: Any
     copies: int
+    stride: int
 
     def __call__(self, params_i, x, i, args, inputs_i):
         """params_i: {"branches": per branch [copies, ...], "queries": [S, D]}; i: number of the depth block.
@@ -117,7 +118,7 @@ class DepthBlock:
             branches, queries, partial, total, c = xs
             for s, unit in enumerate(units):
                 x = self._merge(queries[s], partial[s], total[s], running, (c == 0) & (s == 0))
-                y, _ = unit(branches[s], x, i * self.copies + c, args, ())
+                y, _ = unit(branches[s], x, i * self.stride + c, args, ())
                 running = self.stack.constrain(running + y, Axes("batch", "sequence", "embed"))
             return running, ()
 
@@ -156,7 +157,7 @@ def run_two_phases(stack, connection_params, branch_params, e: Array, args: Any)
     # Each copy inside a depth block is rematerialised as the stack says. What phase 1 gives would be one more history.
     remat = "none" if stack.remat == "none" else "inputs"
     grouped = dataclasses.replace(
-        stack, connection=phase_one, branches=(DepthBlock(stack, copies),), repeats=whole, remat=remat
+        stack, connection=phase_one, branches=(DepthBlock(stack, copies, copies),), repeats=whole, remat=remat
     )
     # The logits of readers beyond the last whole depth block are padded, so that every read takes the same number.
     short = whole * connection.block + connection.block - len(queries)
@@ -170,7 +171,7 @@ def run_two_phases(stack, connection_params, branch_params, e: Array, args: Any)
             "queries": queries[whole * connection.block : -1],
         }
         x = jax.tree.map(lambda a: a[:rest], x)
-        running, _ = DepthBlock(stack, rest)(tail, x, whole, args, ())
+        running, _ = DepthBlock(stack, rest, copies)(tail, x, whole, args, ())
         final = phase_one.write(padded["shared"], final, (), running, whole)
     # The readout's logits are the row after the last sub-layer's.
     slots = {**final.slots, "logits": final.slots["logits"][:, : len(queries)]}

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 
 from lmres.ops import stat_dtype
-from lmres.residual.interface import Axes, Connection, Cost, Exchange, Lent, Mix
+from lmres.residual.interface import Axes, Connection, Cost, Exchange, Lent, Mix, without_empty
 from lmres.residual.key_values import HEADS, KeyValueHeads
 
 
@@ -40,23 +40,22 @@ class ValueResidual(KeyValueHeads, Connection):
     def as_plain(self, params, gains, final_gain):
         if self.mode != "learned":
             return None
-        return {**params, "shared": {"weights": jnp.zeros_like(params["shared"]["weights"]).at[:, 1].set(1.0)}}
+        plain = {name: jnp.zeros_like(p).at[:, 1].set(1.0) for name, p in params["shared"].items()}
+        return {**params, "shared": plain}
 
     def init(self, key, depth, width):
         shared = {"weights": jnp.full((depth - 1, 2), 0.5, jnp.float32)} if self.mode == "learned" else {}
-        return {"layers": {}, "shared": shared}
+        return {"layers": {}, "shared": without_empty(shared)}
 
     def open(self, params, e, depth):
         return {"stream": e, "value": jnp.zeros((*e.shape[:-1], *self.heads()), e.dtype)}
 
     def _pair(self, params_l, l, dtype):
         """(weight of the first layer's values, weight of the layer's own)."""
-        if self.mode == "learned" and not len(params_l["weights"]):  # one block
-            pair = jnp.array([0.0, 1.0])
-        elif self.mode == "learned":
+        if "weights" in params_l:
             pair = params_l["weights"][jnp.maximum(l - 1, 0)]
-        else:
-            pair = jnp.array([0.5, 0.5] if self.mode == "fixed" else [1.0, 0.0])
+        else:  # fixed, or one block
+            pair = jnp.array([1.0, 0.0] if self.mode == "shared" else [0.5, 0.5])
         return jnp.where(l == 0, jnp.array([0.0, 1.0]), pair).astype(dtype)
 
     def read(self, params_l, state, l, context=None):

@@ -40,6 +40,8 @@ def _parameters(s: Setting) -> None:
         if not isinstance(p, jax.Array) or p.dtype != jnp.float32:
             dtype = p.dtype if hasattr(p, "dtype") else type(p).__name__
             raise Wrong(f"parameter {where(path)} is {dtype}; parameters are float32 arrays of jax, cast where used")
+        if not p.size:
+            raise Wrong(f"parameter {where(path)} has shape {p.shape}; leave it out, a checkpoint holds no empty one")
         if not bool(jnp.all(jnp.isfinite(p))):
             raise Wrong(f"parameter {where(path)} is not finite at the start")
     for path, p in jax.tree_util.tree_leaves_with_path(start["layers"]):

@@ -16,6 +16,8 @@ from lmres.residual import (
     DenseFormer,
     HyperConnections,
     Plain,
+    RecentDeepCrossAttention,
+    ValueResidual,
     depth_mixing,
 )
 from lmres.residual.transfer import stream_maps, stream_states
@@ -240,3 +242,10 @@ def test_padding_does_not_count_and_alone_is_refused():
     np.testing.assert_array_equal(one.gains.forward.largest, two.gains.forward.largest)
     with pytest.raises(ValueError, match="padding"):
         model_streams(model, params, tokens(), np.zeros_like(SEGMENTS))
+
+
+@pytest.mark.parametrize("connection", [RecentDeepCrossAttention(), ValueResidual()], ids=lambda c: c.name)
+def test_a_state_that_is_no_streams_has_its_matrix_alone(connection):
+    model, params = model_and_params(connection)
+    result = model_streams(model, params, tokens(), SEGMENTS)
+    assert result.gains is None and result.similarity is None and result.entropy is not None

@@ -156,6 +156,10 @@ def test_include(write, tmp_path):
             f"run.yaml:1:18: residual.kind: expected one of {', '.join(KINDS)}, found 'mch' "
             "(text); did you mean 'mhc'?",
         ),
+        (
+            "residual: {kind: dca, version: '3'}\n",
+            "run.yaml:1:32: residual.version: expected one of 1, 2, 3, found '3' (text)",
+        ),
         ("residual: {kind: 3}\n", "run.yaml:1:18: residual.kind: expected one of plain, rezero, "),
         (
             "residual: {kind: plain, streams: 4}\n",
