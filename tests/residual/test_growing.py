@@ -30,6 +30,7 @@ from lmres.residual import (
 )
 from lmres.residual.interface import Exchange, Lent
 from lmres.residual.key_values import KeyValueHeads
+from lmres.residual.two_phase import has_two_phases
 
 EPS = 1e-30  # of the norms inside connections: nothing beside the numbers here, but 0 / 0 is 0
 # Small programs that run once or twice.
