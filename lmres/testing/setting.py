@@ -68,7 +68,7 @@ def compiled(f, **options):
     return jax.jit(f, compiler_options=quick, **options)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def program(stack: Stack):
     """Compiled: (params, weights, e, g) -> outputs [B, S, V], and the cotangents of (params, weights, e) for the
     outputs' cotangent g."""
@@ -85,7 +85,7 @@ def program(stack: Stack):
     return compiled(run)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def recorded(stack: Stack):
     """Compiled: (params, weights, e) -> (h, record), looped."""
     return compiled(lambda params, weights, e: stack.record(params, (weights["first"], weights["second"]), e))
