@@ -150,7 +150,8 @@ def draw(model, seed=0):
 
     def one(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        centre = 1.0 if name.endswith("gain") or name.endswith("static_beta") else 0.0
+        # Weights of sums are near one: near zero, norms would blow rounding up.
+        centre = 1.0 if name.endswith(("gain", "static_beta", "shared/bias")) else 0.0
         matrix = leaf.ndim > 2 and "connection" not in name
         size = leaf.shape[-2] ** -0.5 if matrix else 0.05
         return jnp.asarray(centre + rng.normal(0, size, leaf.shape), jnp.float32)

@@ -363,7 +363,7 @@ def test_stream_operations_have_the_gradients_of_their_sums():
         (MHC(constraint="permutations", streams=8), r"residual.streams=8 have 40320 permutations.*at most 6"),
         (MHC(reads="previous", readout="sum"), r"residual.readout=sum cannot be had with residual.reads=previous"),
         (GatedResidual(rank=0), r"residual.rank=0 must be at least 1"),
-        (MultiGateResiduals(slots=0), r"residual.slots=0 must be at least 1"),
+        (MultiGateResiduals(slots=1), r"residual.slots=1 must be at least 2"),
     ],
     ids=lambda v: getattr(v, "kind", ""),
 )
