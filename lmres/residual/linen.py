@@ -70,8 +70,10 @@ class ResidualStack(nn.Module):
             return jax.vmap(lambda k: branch.init(k, x))(keys)
 
         connection = self.param("connection", lambda key: self.connection.init(key, stack.depth, width))
-        inputs = jax.eval_shape(stack.first_inputs, connection, e[:1, :1])
-        inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
+        inputs = [None] * len(self.branches)
+        if self.is_initializing():  # what the branches get, to make their parameters
+            shapes = jax.eval_shape(stack.first_inputs, connection, e[:1, :1])
+            inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return connection, tuple(
             self.param(b.name, init_branch, b, x) for b, x in zip(self.branches, inputs, strict=True)
         )
