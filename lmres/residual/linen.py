@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from lmres.residual.interface import Connection
@@ -34,7 +33,8 @@ class NamedBranch(Protocol):
 class ModuleBranch:
     """Any Linen module ``y = module(x)`` as a branch. With a pre-norm connection it must normalise its input itself.
 
-    x is what the connection gives: an array, a tuple of arrays or an ``Exchange``.
+    x is what the connection gives: an array, or a tuple of arrays where it gives several. A module that takes an
+    ``Exchange`` is initialised with its x alone.
     """
 
     name: str
@@ -70,10 +70,7 @@ class ResidualStack(nn.Module):
             return jax.vmap(lambda k: branch.init(k, x))(keys)
 
         connection = self.param("connection", lambda key: self.connection.init(key, stack.depth, width))
-        inputs = [None] * len(self.branches)
-        if self.is_initializing():  # what the branches get, to make their parameters
-            shapes = jax.eval_shape(stack.first_inputs, connection, e[:1, :1])
-            inputs = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        inputs = stack.inputs_like(e[:1, :1])
         return connection, tuple(
             self.param(b.name, init_branch, b, x) for b, x in zip(self.branches, inputs, strict=True)
         )

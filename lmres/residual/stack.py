@@ -173,16 +173,14 @@ class Stack:
         h, context = self.connection.close(connection_params, state)
         return h, Record(reads, outputs, [*contexts, context], state)
 
-    def first_inputs(self, connection_params: Params, e: Array) -> list[Any]:
-        """What each branch of the first copy gets, for their shapes (branches are taken to return zeros)."""
-        state, inputs = self.connection.open(connection_params, e, self.depth), []
-        for s in range(len(self.units)):
-            x, _ = read_unit(self.connection, layer_params(connection_params, s), state, s, s)
-            inputs.append(x)
+    def inputs_like(self, x: Array) -> list[Any]:
+        """``x`` in the form in which each branch gets its input: itself, or a tuple where there are several."""
+        ways = self.connection.ways
         if self.connection.unit == "block":
-            first, skip = split_skip(inputs[0])
-            return [first, *[skip] * (len(self.branches) - 1)]
-        return inputs
+            first, _ = split_skip(x if ways[0] == 1 else (x,) * ways[0])
+            return [first, *[x] * (len(self.branches) - 1)]
+        counts = [ways[s % len(ways)] for s in range(len(self.branches))]
+        return [x if count == 1 else (x,) * count for count in counts]
 
     def pin(self, state):
         """The state with its shardings pinned."""
