@@ -40,14 +40,6 @@ class DeepCrossAttention(Gates, WeightedReads):
     def name(self):
         return f"dca-v{self.version}" + ("" if self.ways == (3, 1) else f"-{'x'.join(map(str, self.ways))}way")
 
-    @property
-    def no_gradient(self):
-        return self.no_gradient_rows()
-
-    @property
-    def channelwise(self):
-        return self.version > 1
-
     def check(self, depth, width):
         self.check_gates()
 

@@ -84,7 +84,12 @@ class Gates:
             return 0.0
         return entries * (2.0 * readers * width + (2.0 * width + readers if self.norm == "rms" else 0.0))
 
-    def no_gradient_rows(self) -> dict[str, tuple[int, ...]]:
+    @property
+    def channelwise(self) -> bool:
+        return self.version > 1
+
+    @property
+    def no_gradient(self) -> dict[str, tuple[int, ...]]:
         """The first sub-layer has one source. A scalar gate can only change its size, which the branch's norm hides;
         beside a vector that starts at ones it is late: w moves from the second step on, its norm's gain after that."""
         first = tuple(range(self.ways[0]))

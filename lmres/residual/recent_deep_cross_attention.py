@@ -39,14 +39,6 @@ class RecentDeepCrossAttention(Gates, Connection):
     def name(self):
         return f"kdca{self.last}-v{self.version}"
 
-    @property
-    def no_gradient(self):
-        return self.no_gradient_rows()
-
-    @property
-    def channelwise(self):
-        return self.version > 1
-
     def check(self, depth, width):
         self.check_gates()
         if self.last < 1:
