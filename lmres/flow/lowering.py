@@ -1,0 +1,93 @@
+"""From a read set to index tables: which keys each reader gathers, so that masked work stays small.
+
+A reader's sources are split by distance. Near tokens, d < N, are gathered one by one, each at the few layers that are read
+at that distance; farther ones as whole rows, one per source layer. Keys that a cell has just made itself, of its own
+layer for the tokens of its tile, are at hand and in neither table. N is what makes the number of gathered keys smallest:
+
+    standard, block(w)   N = 0: w - 1 rows below the own one      moda           N = 1: own column; no rows
+    rectangle(C)         N = C: a patch of C x L                  diagonal(-1)   N = L - 1: one key each; one row
+
+Layers are counted from 0 here.
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from lmres.flow.readset import ReadSet
+
+LONGEST_NEAR = 512  # tokens gathered one by one, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """near: [L][N][Wn], far: [L][W] source layers from 0, -1 where a place is not needed (nested tuples)."""
+
+    near: tuple[tuple[tuple[int, ...], ...], ...]
+    far: tuple[tuple[int, ...], ...]
+
+    @property
+    def near_tokens(self) -> int:
+        """N: how many nearest tokens are gathered one by one."""
+        return len(self.near[0])
+
+    @property
+    def rows(self) -> int:
+        """W: whole rows that are gathered per reader."""
+        return len(self.far[0])
+
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """(near [L, N, Wn], far [L, W]) int32."""
+        layers, near = len(self.far), self.near_tokens
+        width = len(self.near[0][0]) if near else 0
+        return (
+            np.array(self.near, np.int32).reshape(layers, near, width),
+            np.array(self.far, np.int32).reshape(layers, self.rows),
+        )
+
+    def keys(self, tokens: int) -> int:
+        """Keys gathered per query among ``tokens`` tokens, masked ones included."""
+        return sum(len(at) for at in self.near[0]) + self.rows * tokens
+
+
+@functools.lru_cache(maxsize=256)
+def lower(reads: ReadSet, tokens: int, one_tile: bool) -> Lowering:
+    """The tables for sequences of ``tokens`` tokens. one_tile: all tokens are one tile, so no own layer is gathered."""
+    found = [_by_distance(reads, l, tokens, one_tile) for l in range(1, reads.layers + 1)]
+    last = len(found[0])  # from here on all distances are as the last one
+
+    def rows_from(near):
+        return [sorted(set().union(*at[min(near, last - 1) :])) if near < tokens else [] for at in found]
+
+    def cost(near):
+        patch = sum(max(len(at[min(d, last - 1)]) for at in found) for d in range(near))
+        return patch + tokens * max(map(len, rows_from(near)))
+
+    near = min(range(min(tokens, last, LONGEST_NEAR) + 1), key=cost)
+    width = max((len(at[d]) for at in found for d in range(min(near, last))), default=0)
+    rows = rows_from(near)
+    many = max(map(len, rows))
+    return Lowering(
+        tuple(tuple(_padded(sorted(at[min(d, last - 1)]), width) for d in range(near)) for at in found),
+        tuple(_padded(row, many) for row in rows),
+    )
+
+
+def _by_distance(reads: ReadSet, l: int, tokens: int, one_tile: bool) -> list[set[int]]:
+    """Source layers from 0 that reader l reads at each distance, up to one from which on they stay the same."""
+    ends = [reads.settled_distance(term, tokens) for term in reads.terms]
+    found: list[set[int]] = [set() for _ in range(min(tokens, max(ends) + 1))]
+    for term in reads.terms:
+        near, far = term.distances(tokens)
+        for d in range(near, min(len(found), tokens if far is None else far + 1)):
+            low, high = term.layers_at(l, d, reads.sources)
+            found[d].update(range(low - 1, high))
+    for d, at in enumerate(found):
+        if one_tile or d == 0:
+            at.discard(l - 1)
+    return found
+
+
+def _padded(layers: list[int], size: int) -> tuple[int, ...]:
+    return (*layers, *[-1] * (size - len(layers)))

@@ -1,0 +1,145 @@
+"""Reading from the grid of keys and values: gathering what a tile's readers need, its transpose, and the masks.
+
+The grid is any pytree of arrays [P, B, T, ...]: P source layers of T tokens (keys and values, with [G, K] at the end). A
+tile is a group of tokens that goes through the layers together. Layers, tokens and tiles are counted from 0 here.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from lmres.flow.lowering import Lowering, lower
+from lmres.flow.readset import ReadSet
+
+
+class Tokens(NamedTuple):
+    """The tokens of the grid, [B or 1, T] each.
+
+    position: within the document; distances are counted in it. place: what chunks are counted in. segment: document,
+    0 for padding; None where each row is one document.
+    """
+
+    position: Array
+    place: Array
+    segment: Array | None = None
+
+
+class Gathered(NamedTuple):
+    """What a reader gathers from a grid: rows [W, B, T, ...] and near cells [N, V, S, B, ...], per leaf of the grid."""
+
+    rows: Any
+    near: Any
+
+
+class Masks(NamedTuple):
+    """What may be read: own [., S, S], rows [., S, W, T], near [., S, N, V]; source layers of the latter two, from 0."""
+
+    own: Array
+    rows: Array
+    near: Array
+    row_layers: Array
+    near_layers: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Gathers and masks for one read set.
+
+    one_tile: all tokens of the grid are one tile, so that its own layer is never gathered.
+    """
+
+    reads: ReadSet
+    tokens: int
+    one_tile: bool
+
+    @property
+    def lowering(self) -> Lowering:
+        return lower(self.reads, self.tokens, self.one_tile)
+
+    def _layers(self, l: Any) -> tuple[Array, Array]:
+        near, far = self.lowering.tables()
+        return jnp.asarray(near)[l], jnp.asarray(far)[l]
+
+    def _near_tokens(self, tile: Array) -> Array:
+        """[N, S]: the tokens that are 0 .. N - 1 before those of ``tile`` [S]; below 0 where there are none."""
+        return tile - np.arange(self.lowering.near_tokens)[:, None]
+
+    def gather(self, grid: Any, tile: Array, l: Any) -> Gathered:
+        """What readers of layer ``l`` in ``tile`` gather."""
+        near, far = self._layers(l)
+        before = self._near_tokens(tile)
+
+        def rows(leaf):
+            return leaf[jnp.maximum(far, 0)]
+
+        def cells(leaf):
+            return leaf[jnp.maximum(near, 0)[:, :, None], :, jnp.maximum(before, 0)[:, None, :]]
+
+        return Gathered(jax.tree.map(rows, grid), jax.tree.map(cells, grid))
+
+    def add(self, grid: Any, gathered: Gathered, tile: Array, l: Any) -> Any:
+        """The transpose of ``gather``, added to ``grid``."""
+        near, far = self._layers(l)
+        before = self._near_tokens(tile)
+
+        def one(leaf, rows, cells):
+            if self.lowering.rows:
+                leaf = leaf.at[jnp.maximum(far, 0)].add(rows)
+            if self.lowering.near_tokens:
+                leaf = leaf.at[jnp.maximum(near, 0)[:, :, None], :, jnp.maximum(before, 0)[:, None, :]].add(cells)
+            return leaf
+
+        return jax.tree.map(one, grid, gathered.rows, gathered.near)
+
+    def written(self, tile_of: Array, tile: Array, u: Any, l: Any) -> tuple[Array, Array]:
+        """Whether gathered cells were computed before cell (tile ``u``, layer ``l``): ([W, T], [N, V, S]).
+
+        tile_of: [T], the number of each token's tile; tiles run in order, layers from the bottom within each.
+        """
+        near, far = self._layers(l)
+        before = self._near_tokens(tile)
+
+        def done(layer, token):
+            return (tile_of[token] < u) | ((tile_of[token] == u) & (layer < l))
+
+        rows = done(far[:, None], jnp.arange(self.tokens))
+        return rows, done(near[:, :, None], jnp.maximum(before, 0)[:, None, :])
+
+    def masks(self, tokens: Tokens, tile: Array, l: Any) -> Masks:
+        """What readers of layer ``l`` at the tokens of ``tile`` [S] may read of what they have made and gathered."""
+        near, far = self._layers(l)
+        before = self._near_tokens(tile)
+        position, place, segment = tokens
+        t, here = position[:, tile], place[:, tile]
+        reader = l + 1
+
+        def allowed(s, there, other, m, axes):
+            up = lambda a: a.reshape(*a.shape, *(1,) * axes)  # noqa: E731
+            ok = self.reads.allows(up(t) + 1, reader, s + 1, m + 1, up(here), there)
+            if segment is not None:
+                ok = ok & (up(segment[:, tile]) == other) & (other != 0)
+            return ok
+
+        def of(index, axes):
+            """position, place and segment of tokens ``index``, with ``axes`` spread by the caller."""
+            pick = lambda a: None if a is None else axes(a[:, index])  # noqa: E731
+            return pick(position), pick(place), pick(segment)
+
+        own = allowed(*of(tile, lambda a: a[:, None, :]), l, 1)
+        everything = jnp.arange(self.tokens)
+        rows = allowed(*of(everything, lambda a: a[:, None, None, :]), far[:, None], 2)
+        # Cells that the tile has just made are at hand; near cells are not gathered twice.
+        in_tile = jnp.zeros(self.tokens, bool).at[tile].set(True)
+        made = in_tile & (far[:, None] == l)
+        rows = rows & ~made & (far[:, None] >= 0)
+        if self.lowering.near_tokens:
+            distance = t[:, :, None, None] - position[:, None, None, :]
+            rows = rows & (distance >= self.lowering.near_tokens)
+        cells = allowed(*of(jnp.maximum(before, 0).T, lambda a: a[..., None]), near, 2)
+        outside = (before < 0).T[:, :, None]
+        made = in_tile[jnp.maximum(before, 0)].T[:, :, None] & (near == l)
+        return Masks(own, rows, cells & ~made & ~outside & (near >= 0), far, near)

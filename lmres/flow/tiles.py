@@ -1,0 +1,215 @@
+"""Running the grid tile by tile: one compiled body for every (tile, layer), and memory linear in the cells.
+
+A tile is a group of tokens that goes through the layers together. The schedules are choices of tiles:
+
+    one token per tile              exact for every legal read set
+    C tokens in a row               exact if no upward read leads from one of them to another (``ReadSet.tile``)
+    all tokens                      layer by layer; exact if no read goes up, else one Jacobi sweep
+    every g-th token, in g tiles    a cyclic Gauss-Seidel sweep
+
+In a sweep, what is not yet written is read from the previous sweep's grid.
+
+The grid is only ever appended to, so its final value holds every earlier one: the backward pass keeps it and the state
+before each cell, walks the cells in reverse, gathers again what each one read (masks hide what came later) and adds
+the cotangents into one cotangent of the grid. Differentiating the scan would keep the grid once per cell.
+
+Legend: B batch, T tokens, U tiles, S = T / U tokens of a tile, L layers, P source layers.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from lmres.flow.reader import Gathered, Reader, Tokens
+
+
+class CellProgram(Protocol):
+    """What is computed in a cell; hashable. ``shared`` and ``layer`` are parameters: for all layers, and layer l's."""
+
+    def open(self, shared: Any, e: Array) -> Any:
+        """The state of a tile's columns from their embeddings [B, S, D]."""
+
+    def step(
+        self, shared: Any, layer: Any, state: Any, gathered: Gathered, tokens: Tokens, tile: Array, l: Any
+    ) -> tuple[Any, Any]:
+        """(next state, entry): the cells of layer ``l``. entry: pytree [B, S, ...] for source layer l of the grid."""
+
+    def close(self, shared: Any, state: Any) -> tuple[Array, dict[int, Any]]:
+        """The columns' outputs [B, S, D], and the entries of further source layers, by number from 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A schedule: ``count`` tiles over ``tokens`` tokens; strided: tile u holds the tokens t with t mod count = u."""
+
+    program: CellProgram
+    reader: Reader
+    layers: int
+    tokens: int
+    count: int
+    strided: bool = False
+
+    def __post_init__(self):
+        if self.tokens % self.count:
+            raise ValueError(f"{self.tokens} tokens cannot be cut into {self.count} tiles of equal size")
+
+    @property
+    def size(self) -> int:
+        """S, tokens of a tile."""
+        return self.tokens // self.count
+
+    def tile(self, u: Any) -> Array:
+        """The tokens of tile ``u``, [S]."""
+        places = jnp.arange(self.size)
+        return u + self.count * places if self.strided else u * self.size + places
+
+    def tile_of(self) -> Array:
+        """The tile of each token, [T]."""
+        places = jnp.arange(self.tokens)
+        return places % self.count if self.strided else places // self.size
+
+    def cut(self, x: Array) -> Array:
+        """[B, T, ...] to [U, B, S, ...]."""
+        if self.strided:
+            return jnp.moveaxis(x.reshape(x.shape[0], self.size, self.count, *x.shape[2:]), 2, 0)
+        return jnp.moveaxis(x.reshape(x.shape[0], self.count, self.size, *x.shape[2:]), 1, 0)
+
+    def join(self, x: Array) -> Array:
+        """The inverse of ``cut``."""
+        x = jnp.moveaxis(x, 0, 2 if self.strided else 1)
+        return x.reshape(x.shape[0], self.tokens, *x.shape[3:])
+
+    def put(self, grid: Any, entry: Any, u: Any, l: Any) -> Any:
+        """``grid`` with ``entry`` [B, S, ...] at source layer ``l`` of tile ``u``."""
+
+        def one(leaf, x):
+            x = x.astype(leaf.dtype)
+            if self.strided:
+                return leaf.at[l, :, self.tile(u)].set(jnp.moveaxis(x, 1, 0))
+            start = (l, 0, u * self.size, *[0] * (leaf.ndim - 3))
+            return jax.lax.dynamic_update_slice(leaf, x[None], start)
+
+        return jax.tree.map(one, grid, entry)
+
+    def take(self, grid: Any, u: Any, l: Any) -> Any:
+        """What ``put`` wrote."""
+
+        def one(leaf):
+            row = jax.lax.dynamic_index_in_dim(leaf, l, 0, keepdims=False)
+            return row[:, self.tile(u)]
+
+        return jax.tree.map(one, grid)
+
+    def read(self, grid: Any, previous: Any, u: Any, l: Any) -> Gathered:
+        """What cells (tile u, layer l) gather: from this sweep's grid where written, else from the previous one's."""
+        tile = self.tile(u)
+        now = self.reader.gather(grid, tile, l)
+        if previous is None:
+            return now
+        return self._choose(now, self.reader.gather(previous, tile, l), u, l)
+
+    def read_transposed(self, g_grid: Any, g_previous: Any, g_gathered: Gathered, u: Any, l: Any) -> tuple[Any, Any]:
+        """Cotangents of both grids with that of what was read added."""
+        tile = self.tile(u)
+        if g_previous is None:
+            return self.reader.add(g_grid, g_gathered, tile, l), None
+        none = jax.tree.map(jnp.zeros_like, g_gathered)
+        new, old = self._choose(g_gathered, none, u, l), self._choose(none, g_gathered, u, l)
+        return self.reader.add(g_grid, new, tile, l), self.reader.add(g_previous, old, tile, l)
+
+    def _choose(self, now: Gathered, before: Gathered, u: Any, l: Any) -> Gathered:
+        rows, near = self.reader.written(self.tile_of(), self.tile(u), u, l)
+
+        def pick(mask):
+            return lambda a, b: jnp.where(mask.reshape(*mask.shape, *[1] * (a.ndim - mask.ndim)), a, b)
+
+        return Gathered(
+            jax.tree.map(pick(rows[:, None]), now.rows, before.rows), jax.tree.map(pick(near), now.near, before.near)
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run_tiles(
+    plan: Tiles, shared: Any, layers: Any, e: Array, grid: Any, previous: Any, tokens: Tokens
+) -> tuple[Array, Any]:
+    """Runs all cells.
+
+    Args:
+      plan: the schedule. shared, layers: parameters; leaves of ``layers`` are [L, ...].
+      e: embeddings [B, T, D].
+      grid: zeros of the grid's shape; nothing of it is read before it is written, and it gets no gradient.
+      previous: the grid of the sweep before, or None if nothing unwritten is ever read.
+      tokens: see ``Tokens``.
+
+    Returns: outputs [B, T, D], and the grid.
+    """
+    return _forward(plan, shared, layers, e, grid, previous, tokens)[0]
+
+
+def _forward(plan, shared, layers, e, grid, previous, tokens):
+    program = plan.program
+
+    def tile(grid, xs):
+        e_u, u = xs
+
+        def cell(carry, xs):
+            state, grid = carry
+            layer, l = xs
+            gathered = plan.read(grid, previous, u, l)
+            after, entry = program.step(shared, layer, state, gathered, tokens, plan.tile(u), l)
+            return (after, plan.put(grid, entry, u, l)), state
+
+        (state, grid), before = jax.lax.scan(cell, (program.open(shared, e_u), grid), (layers, jnp.arange(plan.layers)))
+        h, entries = program.close(shared, state)
+        for l, entry in entries.items():
+            grid = plan.put(grid, entry, u, l)
+        return grid, (h, before, state)
+
+    grid, (h, before, last) = jax.lax.scan(tile, grid, (plan.cut(e), jnp.arange(plan.count)))
+    return (plan.join(h), grid), (shared, layers, e, grid, previous, tokens, before, last)
+
+
+def _backward(plan, saved, cotangents):
+    shared, layers, e, grid, previous, tokens, before, last = saved
+    program, (g_h, g_grid) = plan.program, cotangents
+    add = partial(jax.tree.map, jnp.add)
+
+    def tile(carry, xs):
+        g_shared, g_layers, g_grid, g_previous = carry
+        e_u, g_h_u, before_u, last_u, u = xs
+        (_, entries), close_vjp = jax.vjp(program.close, shared, last_u)
+        g_more, g_state = close_vjp((g_h_u, {l: plan.take(g_grid, u, l) for l in entries}))
+        g_shared = add(g_shared, g_more)
+
+        def cell(carry, xs):
+            g_state, g_shared, g_grid, g_previous = carry
+            layer, state, l = xs
+            gathered = plan.read(grid, previous, u, l)
+
+            def step(shared, layer, state, gathered):
+                return program.step(shared, layer, state, gathered, tokens, plan.tile(u), l)
+
+            _, step_vjp = jax.vjp(step, shared, layer, state, gathered)
+            g_more, g_layer, g_state, g_gathered = step_vjp((g_state, plan.take(g_grid, u, l)))
+            g_grid, g_previous = plan.read_transposed(g_grid, g_previous, g_gathered, u, l)
+            return (g_state, add(g_shared, g_more), g_grid, g_previous), g_layer
+
+        carry = (g_state, g_shared, g_grid, g_previous)
+        xs = (layers, before_u, jnp.arange(plan.layers))
+        (g_state, g_shared, g_grid, g_previous), g_more = jax.lax.scan(cell, carry, xs, reverse=True)
+        g_layers = add(g_layers, g_more)
+        g_more, g_e = jax.vjp(program.open, shared, e_u)[1](g_state)
+        return (add(g_shared, g_more), g_layers, g_grid, g_previous), g_e
+
+    zeros = partial(jax.tree.map, jnp.zeros_like)
+    start = (zeros(shared), zeros(layers), g_grid, None if previous is None else zeros(previous))
+    xs = (plan.cut(e), plan.cut(g_h), before, last, jnp.arange(plan.count))
+    (g_shared, g_layers, _, g_previous), g_e = jax.lax.scan(tile, start, xs, reverse=True)
+    return g_shared, g_layers, plan.join(g_e), zeros(grid), g_previous, None
+
+
+run_tiles.defvjp(_forward, _backward)
