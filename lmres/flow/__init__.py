@@ -2,27 +2,39 @@
 
 ``readset`` is the algebra: one hashable description, and legality, slope, tile, class and cache from it alone.
 ``geometry`` names the known read sets. ``counting`` counts cells one by one: critical path, sweeps, keys per query.
-The model does not read by it yet: schedules and attention over cells come next.
+``lowering`` turns a read set into index tables, ``reader`` gathers by them and masks, ``attention`` is the softmax over
+cells. ``tiles`` and ``wavefront`` are the schedules, each with one compiled body and its own backward pass.
+The model does not read by it yet.
 
 May import: ops, numpy, jax. Knows nothing of residual connections, of the model, or of meshes.
 """
 
 from lmres.flow.counting import critical_path, exact_prefix, keys_per_query, reads_of, sweeps_needed
 from lmres.flow.geometry import GEOMETRIES, Geometry, parse
+from lmres.flow.reader import Reader, Tokens
 from lmres.flow.readset import Chunks, IllegalReadSet, Layer, ReadSet, Term
+from lmres.flow.tiles import CellProgram, Tiles, run_tiles
+from lmres.flow.wavefront import Wavefront, run_wavefront
 
 __all__ = [
     "GEOMETRIES",
+    "CellProgram",
     "Chunks",
     "Geometry",
     "IllegalReadSet",
     "Layer",
     "ReadSet",
+    "Reader",
     "Term",
+    "Tiles",
+    "Tokens",
+    "Wavefront",
     "critical_path",
     "exact_prefix",
     "keys_per_query",
     "parse",
     "reads_of",
+    "run_tiles",
+    "run_wavefront",
     "sweeps_needed",
 ]

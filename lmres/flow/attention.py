@@ -15,8 +15,8 @@ class Cells(NamedTuple):
     """Keys and values to attend to.
 
     key, value: own cells [B, S, G, K]; rows [W, B, T, G, K]; near cells [N, V, S, B, G, K].
-    mask: [., S, S]; [., S, W, T]; [., S, N, V]. bias: added to the logits, broadcasting over the mask's axes after S, or
-    None.
+    mask: [., S, S]; [., S, W, T]; [., S, N, V]. bias: added to the logits, broadcasts over the mask's axes after S;
+    None for none.
     """
 
     key: Array
@@ -35,7 +35,7 @@ def attend_cells(query: Array, cells: tuple[Cells, ...]) -> Array:
     A query with nothing to read gets zeros, not a uniform read. Logits and weights are float32, or wider where the
     query is.
     """
-    batch, size, heads, width = query.shape
+    batch, size, _, width = query.shape
     wide = jnp.promote_types(query.dtype, jnp.float32)
     grouped = query.reshape(batch, size, cells[0].key.shape[-2], -1, width)
     logits, masks = [], []

@@ -46,7 +46,8 @@ class Geometry(abc.ABC):
         return ReadSet(terms, layers, self.source_layers(layers), str(self))
 
     def __str__(self) -> str:
-        values = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("adopt", "output", "border")]
+        hidden = ("adopt", "output", "border")
+        values = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in hidden]
         shown = ",".join(str(x) for value in values for x in (value if isinstance(value, tuple) else (value,)))
         return f"{self.kind}({shown})" if shown else self.kind
 

@@ -1,8 +1,8 @@
 """From a read set to index tables: which keys each reader gathers, so that masked work stays small.
 
-A reader's sources are split by distance. Near tokens, d < N, are gathered one by one, each at the few layers that are read
-at that distance; farther ones as whole rows, one per source layer. Keys that a cell has just made itself, of its own
-layer for the tokens of its tile, are at hand and in neither table. N is what makes the number of gathered keys smallest:
+A reader's sources are split by distance. Near tokens, d < N, are gathered one by one, each at the few layers that are
+read at that distance; farther ones as whole rows, one per source layer. Keys that a cell has just made itself, of its
+own layer for the tokens of its tile, are at hand and in neither table. N is what makes the gathered keys fewest:
 
     standard, block(w)   N = 0: w - 1 rows below the own one      moda           N = 1: own column; no rows
     rectangle(C)         N = C: a patch of C x L                  diagonal(-1)   N = L - 1: one key each; one row

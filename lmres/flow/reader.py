@@ -1,7 +1,7 @@
 """Reading from the grid of keys and values: gathering what a tile's readers need, its transpose, and the masks.
 
-The grid is any pytree of arrays [P, B, T, ...]: P source layers of T tokens (keys and values, with [G, K] at the end). A
-tile is a group of tokens that goes through the layers together. Layers, tokens and tiles are counted from 0 here.
+The grid is any pytree of arrays [P, B, T, ...]: P source layers of T tokens (keys and values, with [G, K] at the end).
+A tile is a group of tokens that goes through the layers together. Layers, tokens and tiles are counted from 0 here.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Gathered(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """What may be read: own [., S, S], rows [., S, W, T], near [., S, N, V]; source layers of the latter two, from 0."""
+    """What may be read: own [., S, S], rows [., S, W, T], near [., S, N, V]; and which source layers [W], [N, V]."""
 
     own: Array
     rows: Array
@@ -113,7 +113,7 @@ class Reader:
         """What readers of layer ``l`` at the tokens of ``tile`` [S] may read of what they have made and gathered."""
         near, far = self._layers(l)
         before = self._near_tokens(tile)
-        position, place, segment = tokens
+        position, place, segment = tokens.position, tokens.place, tokens.segment
         t, here = position[:, tile], place[:, tile]
         reader = l + 1
 

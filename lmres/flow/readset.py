@@ -1,14 +1,14 @@
 """The read-set algebra: which cells (token, layer) of the grid a cell may read, as one hashable description.
 
-Tokens t = 1 .. T run along the grid, layers l = 1 .. L up it. Cell (t, l) computes h[t, l]. What it may read are keys and
-values kv(s, m), made from h[s, m-1], of source layers m = 1 .. M; M = L + 1 adds the output cell, made from h[s, L]. A read
-set is a union of terms. A term allows the source layers low .. high at some distances d = t - s, where low and high may
-depend on the reader's layer and on d:
+Tokens t = 1 .. T run along the grid, layers l = 1 .. L up it. Cell (t, l) computes h[t, l]. What it may read are keys
+and values kv(s, m), made from h[s, m-1], of source layers m = 1 .. M; M = L + 1 adds the output cell, made from
+h[s, L]. A read set is a union of terms. A term allows the source layers low .. high at some distances d = t - s, where
+low and high may depend on the reader's layer and on d:
 
     standard      d >= 0: l                        block(w)     d >= 0: l-w+1 .. l
     diagonal      d >= 0: l + floor(sigma d)       cone         d = 0: l;  d >= 1: 1 .. l + floor(lambda d)
 
-``allows`` evaluates it on arrays of any library; everything else here follows from the terms alone: legality, slope, tile,
+``allows`` evaluates it on arrays of any library; all else here follows from the terms alone: legality, slope, tile,
 class, cache. What is counted cell by cell is in ``lmres.flow.counting``.
 
 Source: own definitions of the project, in the notation of LCKV (arXiv:2405.10637) and FBT (arXiv:2608.08888).
@@ -94,8 +94,10 @@ class Term:
         return ok
 
     def distances(self, tokens: int | None = None) -> tuple[int, int | None]:
-        """(nearest, farthest) distance at which some pair of ``tokens`` tokens meets it; farthest None for no limit, and
-        below nearest where no pair does. tokens None: any number."""
+        """(nearest, farthest) distance at which some pair of ``tokens`` tokens meets it.
+
+        tokens: None for any number. farthest: None for no limit, and below nearest where no pair does.
+        """
         near, far = self.near, self.far
         if self.chunks is not None:
             if self.chunks.which == "same":

@@ -33,10 +33,14 @@ class CellProgram(Protocol):
     def open(self, shared: Any, e: Array) -> Any:
         """The state of a tile's columns from their embeddings [B, S, D]."""
 
+    def keys(self, shared: Any, layer: Any, state: Any, tokens: Tokens, tile: Array, l: Any) -> Any:
+        """What the cells of layer ``l`` put into the grid at source layer l, a pytree of [B, S, ...]: made from the
+        state before them."""
+
     def step(
-        self, shared: Any, layer: Any, state: Any, gathered: Gathered, tokens: Tokens, tile: Array, l: Any
-    ) -> tuple[Any, Any]:
-        """(next state, entry): the cells of layer ``l``. entry: pytree [B, S, ...] for source layer l of the grid."""
+        self, shared: Any, layer: Any, state: Any, own: Any, gathered: Gathered, tokens: Tokens, tile: Array, l: Any
+    ) -> Any:
+        """The state after the cells of layer ``l``, from what they gathered and from ``own``, their ``keys``."""
 
     def close(self, shared: Any, state: Any) -> tuple[Array, dict[int, Any]]:
         """The columns' outputs [B, S, D], and the entries of further source layers, by number from 0."""
@@ -159,9 +163,10 @@ def _forward(plan, shared, layers, e, grid, previous, tokens):
         def cell(carry, xs):
             state, grid = carry
             layer, l = xs
+            own = program.keys(shared, layer, state, tokens, plan.tile(u), l)
             gathered = plan.read(grid, previous, u, l)
-            after, entry = program.step(shared, layer, state, gathered, tokens, plan.tile(u), l)
-            return (after, plan.put(grid, entry, u, l)), state
+            after = program.step(shared, layer, state, own, gathered, tokens, plan.tile(u), l)
+            return (after, plan.put(grid, own, u, l)), state
 
         (state, grid), before = jax.lax.scan(cell, (program.open(shared, e_u), grid), (layers, jnp.arange(plan.layers)))
         h, entries = program.close(shared, state)
@@ -191,7 +196,8 @@ def _backward(plan, saved, cotangents):
             gathered = plan.read(grid, previous, u, l)
 
             def step(shared, layer, state, gathered):
-                return program.step(shared, layer, state, gathered, tokens, plan.tile(u), l)
+                own = program.keys(shared, layer, state, tokens, plan.tile(u), l)
+                return program.step(shared, layer, state, own, gathered, tokens, plan.tile(u), l), own
 
             _, step_vjp = jax.vjp(step, shared, layer, state, gathered)
             g_more, g_layer, g_state, g_gathered = step_vjp((g_state, plan.take(g_grid, u, l)))

@@ -1,4 +1,4 @@
-"""A small transformer on the grid in float64, twice: as a program for ``lmres.flow``, and cell by cell in plain loops."""
+"""A small transformer on the grid in float64, twice: as a program for ``lmres.flow``, and in plain loops over cells."""
 
 import dataclasses
 
@@ -37,21 +37,23 @@ class Program:
     def open(self, shared, e):
         return e
 
-    def step(self, shared, layer, state, gathered, tokens, tile, l):
-        u = norm(state)
-        query, key, value = (heads(u @ layer[name]) for name in ("query", "key", "value"))
+    def keys(self, shared, layer, state, tokens, tile, l):
+        return tuple(heads(norm(state) @ layer[name]) for name in ("key", "value"))
+
+    def step(self, shared, layer, state, own, gathered, tokens, tile, l):
+        query = heads(norm(state) @ layer["query"])
         masks = self.reader.masks(tokens, tile, l)
         beta = shared["beta"][l]
         y = attend_cells(
             query,
             (
-                Cells(key, value, masks.own, beta[l]),
+                Cells(*own, masks.own, beta[l]),
                 Cells(*gathered.rows, masks.rows, beta[masks.row_layers][:, None]),
                 Cells(*gathered.near, masks.near, beta[masks.near_layers]),
             ),
         )
         state = state + y.reshape(state.shape) @ layer["out"]
-        return state + jnp.tanh(norm(state) @ layer["up"]) @ layer["down"], (key, value)
+        return state + jnp.tanh(norm(state) @ layer["up"]) @ layer["down"]
 
     def close(self, shared, state):
         if self.reader.reads.sources == self.reader.reads.layers:
