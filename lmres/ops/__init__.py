@@ -7,7 +7,7 @@ float32 (float64 for float64 input) whatever the dtype of the data; results are 
 May import: jax and numpy only.
 """
 
-from lmres.ops.depth import Span, add_outer, depth_softmax, slot_dots, weighted_sum, weighted_sums
+from lmres.ops.depth import Span, depth_softmax, weighted_sum, weighted_sums, weighted_sums_back
 from lmres.ops.heads import mix_heads, mix_heads_back
 from lmres.ops.norm import normed_projection, rms_norm, rms_scale, stat_dtype
 from lmres.ops.sinkhorn import sinkhorn
@@ -15,7 +15,6 @@ from lmres.ops.streams import add_to_streams, combine_streams, mix_streams
 
 __all__ = [
     "Span",
-    "add_outer",
     "add_to_streams",
     "combine_streams",
     "depth_softmax",
@@ -26,8 +25,8 @@ __all__ = [
     "rms_norm",
     "rms_scale",
     "sinkhorn",
-    "slot_dots",
     "stat_dtype",
     "weighted_sum",
     "weighted_sums",
+    "weighted_sums_back",
 ]

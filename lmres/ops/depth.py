@@ -57,25 +57,20 @@ def weighted_sums(weights: Array | Sequence[Array], slots: Array, span: Span | N
 
 @jax.custom_vjp
 def _weighted_sums(several: list[Array], slots: Array, span: Span) -> Array:
-    totals = [_one_form(weights, slots, span) for weights in several]
-    return functools.reduce(jnp.add, totals).astype(slots.dtype)
+    shape = (several[0].shape[0], *slots.shape[1:])
 
-
-def _one_form(weights: Array, slots: Array, span: Span) -> Array:
-    shape = (weights.shape[0], *slots.shape[1:])
-
-    def walk(weights, slots, span):
+    def walk(several, slots, span):
         def body(t, totals):
             m = span.first + span.stride * t
-            return totals + _spread(_at(weights, m, 1), shape) * _at(slots, m).astype(totals.dtype)
+            return totals + _at_slot(several, m, shape) * _at(slots, m).astype(totals.dtype)
 
-        return jax.lax.fori_loop(0, span.count, body, jnp.zeros(shape, weights.dtype))
+        return jax.lax.fori_loop(0, span.count, body, jnp.zeros(shape, several[0].dtype))
 
-    def fused(weights, slots, span):
-        each = _spread(weights, (shape[0], *slots.shape)) * slots.astype(weights.dtype)
+    def fused(several, slots, span):
+        each = _total(several, (shape[0], *slots.shape)) * slots.astype(several[0].dtype)
         return jnp.sum(each, axis=1)
 
-    return jax.lax.platform_dependent(weights, slots, span, cpu=walk, default=fused)
+    return jax.lax.platform_dependent(several, slots, span, cpu=walk, default=fused).astype(slots.dtype)
 
 
 def _forward(several, slots, span):
@@ -84,70 +79,64 @@ def _forward(several, slots, span):
 
 def _backward(residuals, g):
     several, slots, span = residuals
-    g_slots = jnp.zeros_like(slots)
-    for weights in several:
-        g_slots = add_outer(g_slots, weights, g, span)
-    return [slot_dots(g, slots, span, weights.shape) for weights in several], g_slots, None
+    return *weighted_sums_back(g, several, slots, jnp.zeros_like(slots), span), None
 
 
 _weighted_sums.defvjp(_forward, _backward)
 
 
-def slot_dots(g: Array, slots: Array, span: Span, shape: tuple[int, ...]) -> Array:
-    """Sums of ``g[r] * slots[m]`` for the slots of ``span``, 0 for the others: the cotangent of the weights.
+def weighted_sums_back(
+    g: Array, several: Sequence[Array], slots: Array, g_slots: Array, span: Span
+) -> tuple[list[Array], Array]:
+    """Backward of ``weighted_sums``, the slots' part added where it belongs.
 
-    g: [R, B, S, D]; slots: [M, B, S, D]; shape: of the weights, any that ``weighted_sums`` takes.
-    Returns that shape.
+    g: [R, B, S, D]; several: the weights, a list; slots, g_slots: [M, B, S, D].
+    Returns (cotangents of the weights, zero outside ``span``; g_slots[m] + sum_r weights[r, m] * g[r] for the slots of
+    ``span``).
     """
-    dtype = stat_dtype(slots)
-    kind = len(shape) - 1  # of weights without the reader axis
+    several = [jnp.asarray(w, stat_dtype(slots)) for w in several]
 
-    def dot(g, slot):
-        """One slot's sums, of shape ``(R, *shape[2:])``."""
-        slot = slot.astype(dtype)
-        if kind == 4:
-            g, slot = (x.reshape(*x.shape[:-1], shape[4], -1) for x in (g, slot))
-        equation = {1: "rbsd,bsd->r", 2: "rbsd,bsd->rd", 3: "rbsd,bsd->rbs", 4: "rbshd,bshd->rbsh"}[kind]
-        return jnp.einsum(equation, g, slot, precision=jax.lax.Precision.HIGHEST)
-
-    def walk(g, slots, span):
-        def body(t, dots):
+    def walk(g, several, slots, g_slots, span):
+        def body(t, found):
+            dots, g_slots = found
             m = span.first + span.stride * t
-            return jax.lax.dynamic_update_index_in_dim(dots, dot(g, _at(slots, m)), m, 1)
+            new = [_dot(g, _at(slots, m), w) for w in several]
+            dots = [jax.lax.dynamic_update_index_in_dim(d, x, m, 1) for d, x in zip(dots, new)]
+            more = jnp.sum(_at_slot(several, m, g.shape) * g, axis=0)
+            slot = _at(g_slots, m) + more.astype(g_slots.dtype)
+            return dots, jax.lax.dynamic_update_index_in_dim(g_slots, slot, m, 0)
 
-        return jax.lax.fori_loop(0, span.count, body, jnp.zeros(shape, dtype))
+        return jax.lax.fori_loop(0, span.count, body, ([jnp.zeros_like(w) for w in several], g_slots))
 
-    def fused(g, slots, span):
-        product = g[:, None] * slots.astype(dtype)
-        if kind == 4:
-            product = product.reshape(*product.shape[:4], shape[4], -1)
-        dots = jnp.sum(product, axis={1: (2, 3, 4), 2: (2, 3), 3: 4, 4: 5}[kind])
-        inside = _inside(span, shape[1]).reshape(-1, *[1] * (kind - 1))
-        return jnp.where(inside, dots, 0)
+    def fused(g, several, slots, g_slots, span):
+        inside = _inside(span, len(slots))
+        dots = [jax.vmap(functools.partial(_dot, g, weights=w), out_axes=1)(slots) for w in several]
+        dots = [jnp.where(inside.reshape(-1, *[1] * (d.ndim - 2)), d, 0) for d in dots]
+        more = jnp.sum(_total(several, (len(g), *slots.shape)) * g[:, None], axis=0)
+        return dots, g_slots + more.astype(g_slots.dtype)
 
-    return jax.lax.platform_dependent(g.astype(dtype), slots, span, cpu=walk, default=fused)
+    return jax.lax.platform_dependent(
+        g.astype(stat_dtype(slots)), several, slots, g_slots, span, cpu=walk, default=fused
+    )
 
 
-def add_outer(g_slots: Array, weights: Array, g: Array, span: Span) -> Array:
-    """``g_slots[m] + sum_r weights[r, m] * g[r]`` for the slots of ``span``: the cotangent of the slots, added where
-    it belongs.
+def _dot(g: Array, slot: Array, weights: Array) -> Array:
+    """Sums of ``g[r] * slot`` over what the form of ``weights`` shares: [R, ...] without the slot axis."""
+    slot = slot.astype(g.dtype)
+    kind = weights.ndim - 1
+    if kind == 4:
+        g, slot = (x.reshape(*x.shape[:-1], weights.shape[4], -1) for x in (g, slot))
+    equation = {1: "rbsd,bsd->r", 2: "rbsd,bsd->rd", 3: "rbsd,bsd->rbs", 4: "rbshd,bshd->rbsh"}[kind]
+    return jnp.einsum(equation, g, slot, precision=jax.lax.Precision.HIGHEST)
 
-    g_slots: [M, B, S, D]; weights: as in ``weighted_sums``, zero outside ``span``; g: [R, B, S, D].
-    """
 
-    def walk(g_slots, weights, g, span):
-        def body(t, g_slots):
-            m = span.first + span.stride * t
-            more = jnp.sum(_spread(_at(weights, m, 1), g.shape) * g, axis=0)
-            return jax.lax.dynamic_update_index_in_dim(g_slots, _at(g_slots, m) + more.astype(g_slots.dtype), m, 0)
+def _total(several: Sequence[Array], shape: tuple[int, ...]) -> Array:
+    return functools.reduce(jnp.add, [_spread(w, shape) for w in several])
 
-        return jax.lax.fori_loop(0, span.count, body, g_slots)
 
-    def fused(g_slots, weights, g, span):
-        more = jnp.sum(_spread(weights, (len(g), *g_slots.shape)) * g[:, None], axis=0)
-        return g_slots + more.astype(g_slots.dtype)
-
-    return jax.lax.platform_dependent(g_slots, weights, g.astype(weights.dtype), span, cpu=walk, default=fused)
+def _at_slot(several: Sequence[Array], m: Array, shape: tuple[int, ...]) -> Array:
+    """The sum of the weights of slot ``m``, with axes that broadcast to ``shape`` [R, B, S, D]."""
+    return _total([_at(w, m, 1) for w in several], shape)
 
 
 def _at(x: Array, m: Array, axis: int = 0) -> Array:

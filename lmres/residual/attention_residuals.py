@@ -75,8 +75,8 @@ class AttentionResiduals(DepthAttention):
         weights = self.softmax(logits, jnp.append(valid, l % self.block != 0))
         return [weights[None, :-1]], weights[-1]
 
-    def finish(self, params_l, sums, seen, extra):
-        x = sums[0][0]
+    def finish(self, params_l, x, seen, extra):
+        (x,) = x
         if self.block > 1:
             x = x + weighted_sum(extra[None], seen["carry"][None])
         return x, extra

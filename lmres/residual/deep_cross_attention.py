@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmres.ops import Span, weighted_sums
-from lmres.residual.depth_gates import Gates, gate, total
+from lmres.residual.depth_gates import Gates, gate
 from lmres.residual.interface import Axes, Cost, History
 from lmres.residual.weighted import WeightedReads
 
@@ -79,10 +79,6 @@ class DeepCrossAttention(Gates, WeightedReads):
             return [b], ()
         gates = jnp.where((column <= l)[:, None, None], gate(jnp.moveaxis(seen["logits"], 1, 0)), 0)
         return [b, gates], ()
-
-    def finish(self, params_l, sums, seen, extra):
-        x = total(sums)
-        return (x[0] if len(x) == 1 else tuple(x)), extra
 
     def close(self, params, state, context=None):
         values = state.slots["value"]

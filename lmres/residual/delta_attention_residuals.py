@@ -81,8 +81,8 @@ class DeltaAttentionResiduals(DepthAttention):
         weights = self.softmax(seen["logits"][:, 0], jnp.arange(count) <= l // self.block)
         return [weights[None] * params_l["gate"] if self.gate == "learned" else weights[None]], ()
 
-    def finish(self, params_l, sums, seen, extra):
-        return seen["carry"]["stream"] + sums[0][0], extra
+    def finish(self, params_l, x, seen, extra):
+        return seen["carry"]["stream"] + x[0], extra
 
     def close(self, params, state, context=None):
         return state.carry["stream"], ()

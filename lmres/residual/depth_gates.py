@@ -18,10 +18,6 @@ from lmres.ops import normed_projection, stat_dtype
 from lmres.residual.interface import check_not_negative
 
 
-def total(sums):
-    return sums[0] if len(sums) == 1 else sums[0] + sums[1]
-
-
 def gate(logits):
     """ReLU whose derivative at 0 is 1."""
     return jnp.where(logits >= 0, logits, 0)

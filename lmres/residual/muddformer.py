@@ -153,13 +153,12 @@ class MUDDFormer(WeightedReads):
         moving = jnp.einsum("bsk,rk->rbs", hidden, w2, precision=jax.lax.Precision.HIGHEST)
         return moving.reshape(*a.shape, *newest.shape[:2]) + a[..., None, None]
 
-    def finish(self, params_l, sums, seen, extra):
-        (x,) = sums
+    def finish(self, params_l, x, seen, extra):
         if self.norm == "prepost":
             if params_l is not None:
                 extra = extra[:, None, None] * rms_scale(x, self.eps)
             x = seen["newest"] + (extra * x).astype(x.dtype)
-        return (x[0] if len(x) == 1 else tuple(x)), extra
+        return super().finish(params_l, x, seen, extra)
 
     def close(self, params, state, context=None):
         values = state.slots["value"]
@@ -172,8 +171,8 @@ class MUDDFormer(WeightedReads):
             weights, extra = self._normed(a, seen, p["head_gain"][None] if self.norm == "prepost" else ())
         else:
             weights, extra = context
-        sums = [weighted_sums(w, values) for w in weights]
-        h, extra = self.finish(None if context else params, sums, seen, extra)
+        x = weighted_sums(weights, values)
+        h, extra = self.finish(None if context else params, x, seen, extra)
         return h, (weights, extra)
 
     def cost(self, depth, width):

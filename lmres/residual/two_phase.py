@@ -76,10 +76,10 @@ class PhaseOne(DepthAttention):
             weights, total = jnp.moveaxis(weights, 2, -1), jnp.moveaxis(total, 1, -1)
         return [weights], total
 
-    def finish(self, params_l, sums, seen, extra):
+    def finish(self, params_l, x, seen, extra):
         # In the shape that DepthBlock scans over: a reshaped copy would be one more history kept for the backward pass.
         by_copy = lambda a: a.reshape(-1, self.per_copy, *a.shape[1:])  # noqa: E731
-        return {"partial": by_copy(sums[0]), "total": by_copy(extra)}, extra
+        return {"partial": by_copy(x), "total": by_copy(extra)}, extra
 
     def close(self, params, state, context=None):
         raise NotImplementedError("AttentionResiduals closes")

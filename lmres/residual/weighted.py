@@ -3,27 +3,26 @@
     x = finish( sum_m w[m] H[m] ),    w = weigh( what the weights depend on )
 
 The weights may be constants, or depend on the newest entry or on logits stored beside the entries. The backward pass
-goes over the slots twice per input (dot products for the weights, outer products for the slots), and adds in place.
+goes over the slots once (dot products for the weights, outer products for the slots), and adds in place.
 """
 
 import abc
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lmres.ops import Span, add_outer, slot_dots, stat_dtype, weighted_sums
+from lmres.ops import Span, weighted_sums, weighted_sums_back
 from lmres.residual.interface import AppendOnly, Index, Params, ways_of
 
 Seen = dict[str, Any]
 
 
 class WeightedReads(AppendOnly):
-    """An append-only connection whose reads are weighted sums of slots, one or more per input.
+    """An append-only connection whose reads are weighted sums of slots, one per input.
 
-    The context is ``(weights, extra)``: a list of weights, each of some readers and in any form that
+    The context is ``(weights, extra)``: a list of weights that are added up, each in any form that
     ``lmres.ops.weighted_sums`` takes, and whatever else ``finish`` needs to be replayed.
     """
 
@@ -58,12 +57,11 @@ class WeightedReads(AppendOnly):
         """How many readers a unit with so many inputs has."""
         return ways
 
-    def finish(self, params_l: Params | None, sums: Sequence[Array], seen: Seen, extra: Any) -> tuple[Any, Any]:
-        """(what the unit reads, the extra that replays it) from the sums, [R, B, S, D] for each array of weights.
+    def finish(self, params_l: Params | None, x: Array, seen: Seen, extra: Any) -> tuple[Any, Any]:
+        """(what the unit reads, the extra that replays it) from the weighted sums ``x`` [R, B, S, D].
 
-        Linear in (sums, seen) given the extra. ``params_l`` is None in a replay; then ``seen`` holds no logits.
+        Linear in (x, seen) given the extra. ``params_l`` is None in a replay; then ``seen`` holds no logits.
         """
-        (x,) = sums
         return (x[0] if len(x) == 1 else tuple(x)), extra
 
     def _seen(self, slots: Any, carry: Any, l: Index, ways: int) -> Seen:
@@ -82,8 +80,8 @@ class WeightedReads(AppendOnly):
         seen = self._seen(state.slots, state.carry, l, ways)
         values, span = state.slots["value"], self.span(l)
         weights, extra = self.weigh(params_l, seen, l, ways, len(values)) if context is None else context
-        sums = [weighted_sums(w, values, span) for w in weights]
-        x, extra = self.finish(params_l if context is None else None, sums, seen, extra)
+        x = weighted_sums(weights, values, span)
+        x, extra = self.finish(params_l if context is None else None, x, seen, extra)
         return x, (weights, extra)
 
     def accumulate(self, params_l, slots, carry, l, g_x, g_slots):
@@ -92,15 +90,12 @@ class WeightedReads(AppendOnly):
         seen = self._seen(slots, carry, l, ways)
         weigh = lambda p, seen: self.weigh(p, seen, l, ways, len(values))  # noqa: E731
         (weights, extra), weigh_vjp = jax.vjp(weigh, params_l, seen)
-        sums = [weighted_sums(w, values, span) for w in weights]
-        finish = lambda p, sums, seen, extra: self.finish(p, sums, seen, extra)[0]  # noqa: E731
+        sums = weighted_sums(weights, values, span)
+        finish = lambda p, x, seen, extra: self.finish(p, x, seen, extra)[0]  # noqa: E731
         # Where finish is the identity its pullback needs no sums, and the compiler drops them.
         g_params, g_sums, g_seen, g_extra = jax.vjp(finish, params_l, sums, seen, extra)[1](g_x)
-        g_values, g_weights = g_slots["value"], []
-        for w, g in zip(weights, g_sums, strict=True):
-            g = g.astype(stat_dtype(values))
-            g_weights.append(slot_dots(g, values, span, w.shape).astype(w.dtype))
-            g_values = add_outer(g_values, w.astype(g.dtype), g, span)
+        g_weights, g_values = weighted_sums_back(g_sums, weights, values, g_slots["value"], span)
+        g_weights = [g.astype(w.dtype) for g, w in zip(g_weights, weights, strict=True)]
         g_more, g_seen_more = weigh_vjp((g_weights, g_extra))
         g_params, g_seen = jax.tree.map(jnp.add, (g_params, g_seen), (g_more, g_seen_more))
         g_slots = {**g_slots, "value": g_values}

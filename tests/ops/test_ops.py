@@ -9,7 +9,6 @@ from hypothesis import given, settings
 
 from lmres.ops import (
     Span,
-    add_outer,
     combine_streams,
     depth_softmax,
     mix_heads,
@@ -17,9 +16,9 @@ from lmres.ops import (
     normed_projection,
     rms_norm,
     sinkhorn,
-    slot_dots,
     weighted_sum,
     weighted_sums,
+    weighted_sums_back,
 )
 
 few = settings(max_examples=15, deadline=None)
@@ -89,9 +88,10 @@ def test_history_reads(span, form):
     np.testing.assert_allclose(weighted_sum(weights[1], slots, span), traced[1], atol=1e-14)
     dots = FORMS[form][2](g[:, None] * slots)
     dots[:, np.setdiff1d(np.arange(M), used)] = 0
-    np.testing.assert_allclose(jax.jit(slot_dots, static_argnums=3)(g, slots, span, weights.shape), dots, atol=1e-13)
     outer = np.sum(wide * g[:, None], axis=0)
-    np.testing.assert_allclose(jax.jit(add_outer)(slots, weights, g, span), slots + outer, atol=1e-14)
+    (found,), added = jax.jit(weighted_sums_back)(g, [weights], slots, slots, span)
+    np.testing.assert_allclose(found, dots, atol=1e-13)
+    np.testing.assert_allclose(added, slots + outer, atol=1e-14)
     _, vjp = jax.vjp(lambda w, h: weighted_sums(w, h, span), weights, slots)
     g_weights, g_slots = vjp(jnp.asarray(g))
     np.testing.assert_allclose(g_weights, dots, atol=1e-13)
@@ -105,14 +105,14 @@ def test_history_reads_are_the_same_where_there_are_no_cheap_loops(form):
     slots, g, _, weights, _ = history(form, span)
     calls = [
         lambda: weighted_sums(weights, slots, span),
-        lambda: slot_dots(g, slots, span, weights.shape),
-        lambda: add_outer(jnp.asarray(slots), jnp.asarray(weights), g, span),
+        lambda: weighted_sums_back(jnp.asarray(g), [weights], jnp.asarray(slots), jnp.asarray(slots), span),
     ]
     looped = [call() for call in calls]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.lax, "platform_dependent", lambda *a, cpu, default: default(*map(_as_array, a)))
         for call, expected in zip(calls, looped):
-            np.testing.assert_allclose(call(), expected, atol=1e-13)
+            for found, wanted in zip(jax.tree.leaves(call()), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(found, wanted, atol=1e-13)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -133,7 +133,7 @@ def test_mixes_over_heads(count, fused):
 
 
 def _as_array(x):
-    return x if isinstance(x, Span) else jnp.asarray(x)
+    return x if isinstance(x, Span) else jax.tree.map(jnp.asarray, x)
 
 
 @few
