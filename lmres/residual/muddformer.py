@@ -13,8 +13,8 @@ authors' JAX code has the outer norm on the residual way only; here all ways hav
 
 Legend: B blocks (units), M = B + 1 slots, C ways, K = C (i + 1) hidden at depth i, D width.
 Start: W1 normal with variance 1 / D, W2 = 0, a one-hot at X_i: exactly pre-norm.
-Cost at depth i and token: K D + K^2 + K parameters; 2 K D + 2 K^2 + 2 K D FLOPs ((i + 1) in K is B + 1 where the
-weights are computed, so that one compiled block serves all depths); (i + 1) D read and C D written.
+Cost at depth i and token: K D + K^2 + K parameters; 2 K D + 2 K^2 + 2 K D FLOPs (where the weights are computed, one
+compiled block serves all depths: i + 1 is B in K, and B + 1 for the rows of W2); (i + 1) D read and C D written.
 """
 
 import dataclasses
@@ -29,6 +29,11 @@ from lmres.residual.interface import Axes, Cost, History, check_not_negative, wi
 from lmres.residual.weighted import WeightedReads
 
 _GELU_FLOPS = 68.0  # of one exact GELU: XLA's erfc is a polynomial
+
+
+def _entries(flat, at, valid):
+    """``flat[at]`` where ``valid``, 0 elsewhere."""
+    return jnp.where(valid, flat.at[jnp.where(valid, at, 0)].get(mode="promise_in_bounds"), 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,21 +135,21 @@ class MUDDFormer(WeightedReads):
 
     def _rows(self, params_l, newest, l, ways, count):
         """A before any norm. Flat arrays hold reader after reader, of one its ways, of one way its sources."""
-        column, past = jnp.arange(count), lambda name: len(params_l[name])
-        take = lambda name, at: jnp.take(params_l[name], at, axis=0, mode="fill", fill_value=0)  # noqa: E731
+        column = jnp.arange(count)
         valid = (column <= l) & (l > 0)
         first = ways * (l * (l + 1) // 2 - 1)
         row = jnp.arange(ways)[:, None] * (l + 1) + column
-        a = take("bias", jnp.where(valid, first + row, past("bias")))
+        a = _entries(params_l["bias"], first + row, valid)
         a = a + ((column == 0) & (l == 0)).astype(a.dtype)  # before the first block all ways are e
         if self.dynamic == "static":
             return a
-        unit = jnp.arange(ways * count)
-        alive = (unit < ways * (l + 1)) & (l > 0)
-        w1 = take("w1", jnp.where(alive, first + unit, past("w1")))
+        # As many hidden units as the last reader has, whose are the last of the array: no window ends beyond it. The
+        # units in it that are the next readers' meet zeros in W2.
+        unit = jnp.arange(ways * (count - 1))
+        w1 = jax.lax.dynamic_slice_in_dim(params_l["w1"], jnp.maximum(first, 0), len(unit))
         before = ways * ways * (l * (l + 1) * (2 * l + 1) // 6 - 1)
         entry = before + row[..., None] * (ways * (l + 1)) + unit
-        w2 = take("w2", jnp.where(valid[:, None] & alive, entry, past("w2")))
+        w2 = _entries(params_l["w2"], entry, valid[:, None] & (unit < ways * (l + 1)))
         return self._moving(newest, w1, w2.reshape(-1, len(unit)), a)
 
     def _moving(self, newest, w1, w2, a):
@@ -184,7 +189,7 @@ class MUDDFormer(WeightedReads):
         if self.dynamic == "token":
             params += sum(hidden * (width + c * sources) for c, sources, hidden in readers)
             # One compiled block for all depths: every reader has the hidden units of the last.
-            for hidden, rows, times in ((ways * slots, ways * slots, depth), (slots * expand, slots, 1)):
+            for hidden, rows, times in ((ways * depth, ways * slots, depth), (slots * expand, slots, 1)):
                 flops += times * ((2.0 * hidden + 2.0) * width + (2.0 * rows + _GELU_FLOPS) * hidden)
         if self.norm == "prepost":
             params += sum(c for c, _, _ in readers) * width
