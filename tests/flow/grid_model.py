@@ -124,3 +124,36 @@ def cell_by_cell(reads, params, e, order=None):
             made[t, L + 1] = heads(u @ shared["key"]), heads(u @ shared["value"])
         out.append(h)
     return jnp.stack(out, 1)
+
+
+def dense(params, e, allowed):
+    """(outputs, grid), cell by cell over every source, masked by ``allowed`` [T, L, T, M]: one program for all read
+    sets of a size, differentiated as it is."""
+    shared, layers = params
+    (T, L, _, M), batch = allowed.shape, e.shape[0]
+    beta = shared["beta"]
+
+    def column(grid, xs):
+        x, rows, t = xs
+
+        def cell(carry, xs):
+            h, (keys, values) = carry
+            W, row, beta_l, l = xs
+            u = norm(h)
+            keys, values = keys.at[l, :, t].set(heads(u @ W["key"])), values.at[l, :, t].set(heads(u @ W["value"]))
+            logits = jnp.einsum("bhk,mbshk->bhsm", heads(u @ W["query"]), keys) / np.sqrt(K) + beta_l
+            weights = jnp.where(row, jnp.exp(logits), 0).reshape(batch, H, -1)
+            total = weights.sum(-1, keepdims=True)
+            weights = (weights / jnp.where(total > 0, total, 1)).reshape(logits.shape)
+            h = h + jnp.einsum("bhsm,mbshk->bhk", weights, values).reshape(h.shape) @ W["out"]
+            return (h + jnp.tanh(norm(h) @ W["up"]) @ W["down"], (keys, values)), None
+
+        (h, (keys, values)), _ = jax.lax.scan(cell, (x, grid), (layers, rows, beta, jnp.arange(L)))
+        if M > L:
+            keys = keys.at[L, :, t].set(heads(norm(h) @ shared["key"]))
+            values = values.at[L, :, t].set(heads(norm(h) @ shared["value"]))
+        return (keys, values), h
+
+    grid = tuple(jnp.zeros((M, batch, T, H, K)) for _ in range(2))
+    grid, h = jax.lax.scan(column, grid, (jnp.moveaxis(e, 1, 0), allowed, jnp.arange(T)))
+    return jnp.moveaxis(h, 0, 1), grid
