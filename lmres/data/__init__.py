@@ -7,7 +7,9 @@ other room of lmres. The way through it, in the order of the imports:
     files, sources       bytes from disk; which files, in which order
     readers, tokenizers  documents; their ids
     store, prepare       the token store on disk; writing one
-    batches, loading     windows and batches of a store; the one call for a trainer
+    indexed              what all batches have in common
+    batches, generated   batches of a store's windows; of sequences made on demand by something from outside
+    loading              the calls for a trainer
 
     splits = load_splits(DataConfig(), context=256, batch_size=16)
     splits.train.batch(0)["inputs"].shape    # (16, 256)
@@ -16,7 +18,9 @@ other room of lmres. The way through it, in the order of the imports:
 from .batches import Batches
 from .config import DataConfig
 from .errors import DataError
-from .loading import Splits, load_splits
+from .generated import GeneratedBatches, GeneratedInfo, Sequences
+from .indexed import IndexedBatches
+from .loading import Splits, generated_splits, load_splits
 from .prepare import Progress, prepare
 from .store import Store, StoreInfo, TokenSplit, open_store
 from .tokenizers import ByteTokenizer, Tokenizer, get_tokenizer
@@ -26,12 +30,17 @@ __all__ = [
     "ByteTokenizer",
     "DataConfig",
     "DataError",
+    "GeneratedBatches",
+    "GeneratedInfo",
+    "IndexedBatches",
     "Progress",
+    "Sequences",
     "Splits",
     "Store",
     "StoreInfo",
     "TokenSplit",
     "Tokenizer",
+    "generated_splits",
     "get_tokenizer",
     "load_splits",
     "open_store",

@@ -11,22 +11,15 @@ so the position in the data is one number and does not depend on how many hosts 
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from typing import Literal
 
 import grain
 import numpy as np
 
 from .errors import DataError
+from .indexed import Batch, IndexedBatches, Rows, picked
 from .store import TokenSplit
-
-Rows = slice | np.ndarray | None
-Batch = dict[str, np.ndarray]
-
-# Two threads keep ahead of any training step; more would only fight over the interpreter's lock.
-_READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
 class Windows:
@@ -82,13 +75,7 @@ class Windows:
         }
 
 
-def _picked(batch_size: int, rows: Rows) -> np.ndarray:
-    """Numbers of the rows asked for, int64 [B]."""
-    every = np.arange(batch_size)
-    return every if rows is None else every[rows]
-
-
-class Batches:
+class Batches(IndexedBatches):
     """The batches of one split.
 
     Args:
@@ -225,41 +212,13 @@ class Batches:
                 f"steps of {self.batch_size} rows from 0; set data.repeat to 'epochs' to start over, or "
                 "train for fewer steps"
             )
-        place = step * self.batch_size + _picked(self.batch_size, rows)
+        place = step * self.batch_size + picked(self.batch_size, rows)
         # Only the last batch with repeat="never" reaches past the end; its rows there stay empty.
         end = self.num_windows if self.repeat == "never" else sys.maxsize
-        return self._windows.assemble(
+        return self.assemble(
             np.array([self._order[i] if i < end else -1 for i in place.tolist()], int)
         )
 
-    def iterate(self, start_step: int = 0, rows: Rows = None) -> Iterator[Batch]:
-        """The batches `batch(step, rows)` for step = start_step, start_step + 1, ..., made ahead by threads.
-
-        Endless unless repeat="never". Close the iterator (or let it be collected) to stop the threads.
-        """
-        if start_step < 0:
-            raise DataError(f"start_step is {start_step}; steps begin at 0")
-        end = sys.maxsize if self.num_steps is None else self.num_steps
-        steps = grain.MapDataset.range(min(start_step, end), end).map(lambda step: self.batch(step, rows))
-        iterator = iter(steps.to_iter_dataset(_READ))
-        with contextlib.closing(iterator):
-            yield from iterator
-
-    def eval_batches(
-        self, batch_size: int, max_batches: int | None = None, rows: Rows = None
-    ) -> Iterator[Batch]:
-        """Every window once, in order, whatever `seed` and `shuffle` say. All batches have the same shape:
-        the last is filled up with rows of weight 0. Sums over the weights therefore do not depend on
-        `batch_size` (with `max_batches`, the part of the set that is seen does)."""
-        if batch_size < 1:
-            raise DataError(f"the batch size of the evaluation is {batch_size}; it must be at least 1")
-        count = self.num_eval_batches(batch_size, max_batches)
-        for first in range(0, count * batch_size, batch_size):
-            index = first + _picked(batch_size, rows)
-            index[index >= self.num_windows] = -1
-            yield self._windows.assemble(index)
-
-    def num_eval_batches(self, batch_size: int, max_batches: int | None = None) -> int:
-        """How many batches `eval_batches` yields."""
-        count = -(-self.num_windows // batch_size)
-        return count if max_batches is None else min(count, max_batches)
+    def assemble(self, index: np.ndarray) -> Batch:
+        """The windows numbered `index`, int [B], in the order of the text (-1: all padding); arrays as in `batch`."""
+        return self._windows.assemble(index)

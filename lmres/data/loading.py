@@ -1,4 +1,4 @@
-"""The one call a trainer needs: settings in, batches of both splits out."""
+"""What a trainer calls: settings in, batches of both splits out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from .batches import Batches
 from .config import DataConfig
 from .errors import DataError
+from .generated import GeneratedBatches, GeneratedInfo, Sequences
 from .prepare import Progress, plan, prepare
 from .sources import is_store
 from .store import Store, StoreInfo, open_store
@@ -18,13 +19,15 @@ from .tokenizers import Tokenizer, get_tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """train, valid: batches of the two splits. info: the store behind them. tokenizer: None for ready-made
-    ids."""
+    """train, valid: batches of the two splits. info: what is behind them. tokenizer: None where ids stand for
+    no text. scored: whether a target is the answer at its position in the row, right or wrong, so that
+    accuracy by position says something."""
 
-    train: Batches
-    valid: Batches
-    info: StoreInfo
+    train: Batches | GeneratedBatches
+    valid: Batches | GeneratedBatches
+    info: StoreInfo | GeneratedInfo
     tokenizer: Tokenizer | None
+    scored: bool = False
 
 
 def load_splits(
@@ -62,6 +65,26 @@ def load_splits(
         for split, repeat in ((store.splits["train"], config.repeat), (store.splits["valid"], "small"))
     )
     return Splits(train, valid, store.info, tokenizer)
+
+
+def generated_splits(
+    sequences: Sequences, context: int, batch_size: int, *, vocab_size: int | None = None
+) -> Splits:
+    """Batches of sequences that are made as they are asked for; arguments as in `load_splits`.
+
+    Raises:
+      DataError: a context shorter than the sequences; a vocabulary larger than the model's.
+    """
+    needed = sequences.vocab_size
+    if vocab_size is not None and needed > vocab_size:
+        raise DataError(
+            f"model.vocab_size={vocab_size} is less than the {needed} ids of the task ({sequences.vocabulary})"
+        )
+    train, valid = (
+        GeneratedBatches(sequences, split, context, batch_size) for split in ("train", "valid")
+    )
+    info = GeneratedInfo(sequences.vocabulary, needed, sequences.describe())
+    return Splits(train, valid, info, tokenizer=None, scored=True)
 
 
 def _store(

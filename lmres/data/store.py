@@ -65,6 +65,14 @@ class StoreInfo:
     made_from: dict[str, object]
     reused: bool = False
 
+    def facts(self) -> dict[str, str]:
+        """What there is, by name, for a report."""
+        told = {"tokenizer": self.tokenizer or "ready-made ids", "vocabulary": f"{self.vocab_size}"}
+        for name, split in self.splits.items():
+            size = "" if split.text_bytes is None else f", {split.text_bytes:,} bytes"
+            told[name] = f"{split.documents:,} documents, {split.tokens:,} tokens{size}"
+        return told
+
     def lines(self) -> list[str]:
         """A summary for people, a few short lines."""
         out = [
