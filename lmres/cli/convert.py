@@ -62,7 +62,7 @@ def run(args) -> int:
     done = convert_run(
         source=source.folder, step=args.step, model=config.model, residual=config.residual,
         optimizer=config.optimizer, schedule=config.schedule, train=config.train, mesh=mesh,
-        splits=splits_of(config.data, config.model, args.overrides, reporter), folder=folder,
+        splits=splits_of(config, args.overrides, reporter), folder=folder,
         stored_config=to_dict(config), tolerance=args.tolerance, reporter=reporter,
     )  # fmt: skip
     if args.json:
@@ -78,15 +78,16 @@ def run(args) -> int:
     return OK
 
 
-def splits_of(data, model, overrides, reporter):
+def splits_of(config, overrides, reporter):
     """The data's splits; None where they are gone, unless they were asked for."""
-    from lmres.data import DataError, load_splits
+    from lmres.data import DataError
     from lmres.train.run import data_progress
+    from lmres.train.session import open_splits
 
     try:
-        return load_splits(data, model.context, 1, vocab_size=model.vocab_size, progress=data_progress(reporter))
+        return open_splits(config.task, config.data, config.model, 1, data_progress(reporter))
     except (DataError, OSError, ImportError) as error:
-        if any(word.startswith("data.") for word in overrides):
+        if any(word.startswith(("data.", "task.")) for word in overrides):
             raise
         reporter.line(f"the run's data cannot be read ({error}): comparing logits on drawn tokens")
         return None

@@ -32,12 +32,15 @@ def prepare(args) -> int:
     from lmres.cli import OK
     from lmres.cli.output import print_json
     from lmres.data import prepare as write
+    from lmres.tasks import TEXT
     from lmres.train.progress import Reporter
     from lmres.train.run import data_progress
 
     is_config = Path(args.source).suffix in (".yaml", ".yml")
     words = [] if is_config else [f"data.train={args.source}"]
     config = config_of(args.source if is_config else None, [*words, *args.overrides])
+    if config.task.kind != TEXT.kind:
+        raise CommandError(f"task.kind={config.task.kind} makes its sequences as it goes; there is nothing to prepare")
     smallest = config.model.context + 1 if is_config and config.data.repeat != "small" else 2
     info = write(
         config.data, args.output, progress=data_progress(Reporter()), vocab_size=config.model.vocab_size,

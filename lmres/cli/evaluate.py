@@ -1,4 +1,4 @@
-"""``lmres eval``: the validation loss of a trained model."""
+"""``lmres eval``: the validation loss of a trained model, and its accuracy on a task."""
 
 import time
 
@@ -29,15 +29,15 @@ def run(args) -> int:
 
     from lmres.cli import OK, runtime
     from lmres.cli.errors import CommandError
-    from lmres.cli.output import measure, print_json
+    from lmres.cli.output import print_json
     from lmres.cli.trained import open_run, restore
-    from lmres.data import load_splits
+    from lmres.config import check_task
     from lmres.sharding import param_shardings
-    from lmres.train.evaluate import Evaluator
+    from lmres.train.evaluate import Evaluator, accuracy_by_position, in_words, measure_of
     from lmres.train.feed import Feed, eval_batch_size
     from lmres.train.progress import Reporter
     from lmres.train.run import data_progress
-    from lmres.train.session import build_model, describe_devices
+    from lmres.train.session import build_model, describe_devices, open_splits
     from lmres.train.state import abstract_params
     from lmres.train.step import jit_eval_step
 
@@ -47,17 +47,12 @@ def run(args) -> int:
             raise CommandError(f"--{option.replace('_', '-')} {value} must be at least 1")
     trained = open_run(args.run_folder, args.step, args.overrides)
     config = trained.config
+    check_task(config)
     runtime.start(args.device, config.train.compilation_cache)
     reporter = Reporter(label="eval", log_every=100)
     mesh = mesh_for(config.mesh, args.overrides, reporter.line)
     # One row is enough of the training split: a short one must not stand in the way.
-    splits = load_splits(
-        config.data,
-        config.model.context,
-        1,
-        vocab_size=config.model.vocab_size,
-        progress=data_progress(reporter),
-    )
+    splits = open_splits(config.task, config.data, config.model, 1, data_progress(reporter))
     model = build_model(config.model, config.residual, splits, mesh)
     like = abstract_params(model)
     like = jax.tree.map(
@@ -71,12 +66,19 @@ def run(args) -> int:
     count = feed.num_eval_batches(args.batches)
     reporter.line(f"step {step} of {trained.folder} on {describe_devices(mesh)}: {count} batches of {size}")
     watched = _Watched(feed, count, size * config.model.context, reporter)
+    evaluator = Evaluator(jit_eval_step(model, mesh, like, measure_of(splits)), watched, splits.valid, args.batches)
     with reporter.start(0, count):
-        result = Evaluator(jit_eval_step(model, mesh, like), watched, splits.valid, args.batches)(params)
+        totals = evaluator.totals(params)
+    result = evaluator.summary(totals)
+    by_position = accuracy_by_position(totals) if splits.scored else None
     if args.json:
+        if by_position is not None:
+            result |= {"accuracy": result["valid_accuracy"], "accuracy_by_position": by_position}
         print_json({"run": trained.folder, "step": step, "batches": count, "batch_size": size, **result})
     else:
-        print(f"{trained.folder}, step {step}: {measure(result)} over {result['valid_tokens']:,.0f} tokens")
+        print(f"{trained.folder}, step {step}: {in_words(result)} over {result['valid_tokens']:,.0f} tokens")
+        if by_position is not None:
+            print("accuracy by position:", *(f"{share:.3f}" for share in by_position))
     return OK
 
 

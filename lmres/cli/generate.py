@@ -57,6 +57,7 @@ def run(args) -> int:
     from lmres.data import get_tokenizer
     from lmres.generate import generate
     from lmres.model import Transformer
+    from lmres.tasks import TEXT
     from lmres.train.state import abstract_params
 
     if args.temperature == 0 and (args.top_k is not None or args.top_p is not None):
@@ -64,6 +65,11 @@ def run(args) -> int:
     texts = args.prompt if args.prompts is None else read_prompts(Path(args.prompts), args.key)
     trained = open_run(args.run_folder, args.step)
     config = trained.config
+    if config.task.kind != TEXT.kind:
+        raise CommandError(
+            f"{trained.folder} was trained with task.kind={config.task.kind}: what it predicts is an answer, not the "
+            "next token, and ids have no text; `lmres eval` tells how many answers are right"
+        )
     tokenizer = None
     if not (args.ids or trained_on_ids(config.data)):
         tokenizer = get_tokenizer(config.data.tokenizer, config.data.eos_token)

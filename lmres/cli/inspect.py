@@ -83,17 +83,14 @@ def measured(name: str):
     """``lmres.analysis.model_streams`` of a run's newest checkpoint on the first rows of its validation text."""
     from lmres.analysis import model_streams
     from lmres.cli.trained import open_run, restore
-    from lmres.data import load_splits
     from lmres.train.progress import Reporter
     from lmres.train.run import data_progress
-    from lmres.train.session import build_model
+    from lmres.train.session import build_model, open_splits
     from lmres.train.state import abstract_params
 
     trained, reporter = open_run(name), Reporter(label="inspect")
     config = trained.config
-    splits = load_splits(
-        config.data, config.model.context, 1, vocab_size=config.model.vocab_size, progress=data_progress(reporter)
-    )
+    splits = open_splits(config.task, config.data, config.model, 1, data_progress(reporter))
     model = build_model(config.model, config.residual, splits, None)
     params, step = restore(trained, model, abstract_params(model), None, reporter.line)
     batch = next(splits.valid.eval_batches(_ROWS, 1))

@@ -41,9 +41,3 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int
     for row in (columns, *rows):
         cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))]
         print("  ".join(cells).rstrip())
-
-
-def measure(evaluation: dict[str, float]) -> str:
-    """The validation loss in words."""
-    bits = f", {evaluation['valid_bpb']:.4f} bits per byte" if "valid_bpb" in evaluation else ""
-    return f"{evaluation['valid_loss']:.4f} nats per token{bits}"

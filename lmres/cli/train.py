@@ -24,8 +24,9 @@ def run(args) -> int:
     import jax
 
     from lmres.cli import OK, STOPPED, runtime
-    from lmres.cli.output import measure, print_json
+    from lmres.cli.output import print_json
     from lmres.config import check_config, describe_structure, load_config, to_dict
+    from lmres.train.evaluate import in_words
     from lmres.train.progress import Reporter
     from lmres.train.run import train_run
     from lmres.train.session import describe_devices
@@ -56,7 +57,7 @@ def run(args) -> int:
             device = describe_devices(session.mesh)
             print_json({"folder": folder, "steps": config.train.steps, "device": device, **told})
         else:
-            validation = f": validation {measure(result.evaluation)}" if result.evaluation else ""
+            validation = f": validation {in_words(result.evaluation)}" if result.evaluation else ""
             print(f"{folder}: step {result.step} of {config.train.steps}{validation}")
         if not finished:
             reporter.line(f"stopped by {result.stopped}; go on with: lmres train {folder} --resume")

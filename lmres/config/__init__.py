@@ -11,7 +11,7 @@ the command line and by what composes runs (experiment).
 """
 
 from lmres.config.changes import ABSENT, RESUME, Change, Resumable, diff, resumable_changes
-from lmres.config.checks import check_config, residual_depth
+from lmres.config.checks import check_config, check_task, residual_depth
 from lmres.config.errors import ConfigError
 from lmres.config.loading import dump_yaml, from_dict, load_compare, load_config, to_dict
 from lmres.config.schema import CompareConfig, RunConfig
@@ -28,6 +28,7 @@ __all__ = [
     "Row",
     "RunConfig",
     "check_config",
+    "check_task",
     "describe_structure",
     "diff",
     "dump_yaml",

@@ -83,6 +83,11 @@ RESUME: tuple[Rule, ...] = (
         "the connection is part of the architecture; start a new run",
     ),
     Rule(
+        ("task.*",),
+        False,
+        "the position in the data would point at other sequences; start a new run from the weights",
+    ),
+    Rule(
         _keys(
             "data",
             "train valid valid_fraction split_seed format text_unit text_key ids_key errors on_bad_record",

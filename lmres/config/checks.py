@@ -1,5 +1,6 @@
 """What must hold between the keys of a config, checked before anything is compiled."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from lmres.data.config import DataConfig
 from lmres.model.config import ModelConfig, check_ways
 from lmres.residual import Residual
 from lmres.sharding import AXES, MeshConfig
+from lmres.tasks import Task, Text
 from lmres.train.config import ScheduleConfig, TrainConfig
 
 BYTES_VOCABULARY = 257  # of data.tokenizer="bytes": 256 bytes and a separator
@@ -76,9 +78,19 @@ def check_config(config: RunConfig, device_count: int | None = None) -> None:
             problems.append(str(error))
     if not any(problem.startswith(("schedule.", "train.")) for problem in problems):
         problems += _schedule(config.schedule, config.train)
-    problems += _vocabulary(config.model, config.data)
+    problems += _vocabulary(model, config.data) if isinstance(config.task, Text) else _task(config)
     if not problems:  # sizes below are only meaningful when those above are
-        problems = _batch_and_mesh(config.model, config.data, config.train, config.mesh, device_count)
+        problems = _batch_and_mesh(model, config.task, config.data, config.train, config.mesh, device_count)
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_task(config: RunConfig) -> None:
+    """The part of ``check_config`` that is about the task; for what evaluates a run under other settings.
+
+    Raises ConfigError as it does.
+    """
+    problems = [] if isinstance(config.task, Text) else _task(config)
     if problems:
         raise ConfigError(problems)
 
@@ -139,8 +151,36 @@ def _vocabulary(model: ModelConfig, data: DataConfig) -> list[str]:
     return problems
 
 
+def _task(config: RunConfig) -> list[str]:
+    task, model, data, problems = config.task, config.model, config.data, []
+    try:
+        task.check()
+    except ValueError as error:
+        return [str(error)]
+    if model.context < task.length:
+        problems.append(
+            f"model.context={model.context} is less than task.length={task.length}; raise the one or lower the other"
+        )
+    if model.vocab_size is not None and model.vocab_size < task.vocab_size:
+        problems.append(
+            f"model.vocab_size={model.vocab_size} is less than the {task.vocab_size} ids of task.group={task.group}; "
+            "leave it out or raise it"
+        )
+    unused = DataConfig()
+    return problems + [
+        f"data.{field.name} has no effect with task.kind={task.kind}, whose sequences are made, not read; leave it out"
+        for field in dataclasses.fields(data)
+        if getattr(data, field.name) != getattr(unused, field.name)
+    ]
+
+
 def _batch_and_mesh(
-    model: ModelConfig, data: DataConfig, train: TrainConfig, mesh: MeshConfig, device_count: int | None
+    model: ModelConfig,
+    task: Task,
+    data: DataConfig,
+    train: TrainConfig,
+    mesh: MeshConfig,
+    device_count: int | None,
 ) -> list[str]:
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
     asked = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
@@ -181,6 +221,9 @@ def _batch_and_mesh(
     split(f"model.mlp_hidden={model.hidden}", model.hidden, ("tensor",))
     if model.vocab_size is not None:
         split(f"model.vocab_size={model.vocab_size}", model.vocab_size, ("tensor",))
+    elif not isinstance(task, Text):
+        of = f"model.vocab_size={task.vocab_size} (of task.group={task.group})"
+        split(of, task.vocab_size, ("tensor",))
     elif data.tokenizer == "bytes" and data.train in (None, "stdlib"):
         split(f"model.vocab_size={BYTES_VOCABULARY} (of data.tokenizer=bytes)", BYTES_VOCABULARY, ("tensor",))
     return problems

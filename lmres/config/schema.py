@@ -17,6 +17,7 @@ from lmres.data.config import DataConfig
 from lmres.model.config import ModelConfig
 from lmres.residual import Plain, Residual
 from lmres.sharding import MeshConfig
+from lmres.tasks import Task, Text
 from lmres.train.config import LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 
 _FORBID = {"extra": "forbid"}
@@ -37,6 +38,7 @@ class RunConfig:
     residual: Annotated[Residual, pydantic.Field(discriminator="kind")] = dataclasses.field(
         default_factory=Plain
     )
+    task: Annotated[Task, pydantic.Field(discriminator="kind")] = dataclasses.field(default_factory=Text)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)

@@ -29,6 +29,7 @@ from lmres.residual import (
     ReZero,
     ValueResidual,
 )
+from lmres.tasks import Task, Text
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 
 
@@ -39,7 +40,8 @@ def describe_structure(config: RunConfig) -> list[str]:
     cost = residual.cost(depth, config.model.width)
     size = f"{_count(cost.params, 'parameter')} and keeps {_count(cost.state, 'vector')} per token"
     return [
-        _model(config.model),
+        _model(config.model, config.task),
+        *([] if isinstance(config.task, Text) else [config.task.describe()]),
         f"{depth} {units}, {residual.name}: {structure(residual, depth)}",
         f"the connection has {size}",
         *_groups(config.optimizer, residual),
@@ -234,8 +236,9 @@ def _first_reads(streams: int, depth: int) -> str:
     )
 
 
-def _model(model: ModelConfig) -> str:
-    vocabulary = "the tokenizer's" if model.vocab_size is None else model.vocab_size
+def _model(model: ModelConfig, task: Task) -> str:
+    whose = "tokenizer" if isinstance(task, Text) else "task"
+    vocabulary = f"the {whose}'s" if model.vocab_size is None else model.vocab_size
     shared = "" if model.kv == model.heads else f" sharing {model.kv} key/value heads"
     return (
         f"{model.blocks} blocks of attention and MLP = {2 * model.blocks} sub-layers of width {model.width}; "

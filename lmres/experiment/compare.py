@@ -208,7 +208,7 @@ def _run(name: str, config: RunConfig, where: Path, mode: Mode) -> tuple[RunResu
 
 
 def _session(config: RunConfig) -> Session:
-    parts = ("model", "residual", "data", "optimizer", "schedule", "train", "mesh")
+    parts = ("model", "residual", "task", "data", "optimizer", "schedule", "train", "mesh")
     return build_session(**{part: getattr(config, part) for part in parts})
 
 
@@ -311,13 +311,15 @@ def _mixing(session: Session, params: Any) -> MixingResult:
 def reference(result: ComparisonResult) -> str:
     """What stands beside the results for orientation, in a sentence."""
     entropy = result.data.get(_UNIGRAM)
+    if "task" in result.data:
+        return "Validation is in bits per label."
     if entropy is None:
         return "Validation is in bits per token: ready-made ids do not say how many bytes they stand for."
     return f"For orientation: a model that knows only how often each byte occurs scores {entropy}."
 
 
 def unigram_entropy(session: Session) -> float | None:
-    """Entropy of the bytes of the validation text, in bits per byte; None for ready-made ids.
+    """Entropy of the bytes of the validation text, in bits per byte; None where ids stand for no text.
 
     It is taken from the first 64 MiB if there are more.
     """
@@ -344,10 +346,5 @@ def _validation_bytes(session: Session) -> Iterator[np.ndarray]:
 
 
 def _data(session: Session) -> dict[str, str]:
-    info = session.splits.info
-    told = {"tokenizer": info.tokenizer or "ready-made ids", "vocabulary": f"{info.vocab_size}"}
-    for name, split in info.splits.items():
-        size = "" if split.text_bytes is None else f", {split.text_bytes:,} bytes"
-        told[name] = f"{split.documents:,} documents, {split.tokens:,} tokens{size}"
-    entropy = unigram_entropy(session)
+    told, entropy = session.splits.info.facts(), unigram_entropy(session)
     return told if entropy is None else told | {_UNIGRAM: f"{entropy:.4f} bits per byte"}

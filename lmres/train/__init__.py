@@ -5,5 +5,5 @@
 ``progress``, ``flops`` the loop's helpers; ``session`` builds all parts of a run, ``loop`` runs them, ``run`` is the
 whole from start to end.
 
-May import: data, model, residual, ops, sharding; jax, optax, orbax.
+May import: data, tasks, model, residual, ops, sharding; jax, optax, orbax.
 """

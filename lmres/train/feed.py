@@ -7,14 +7,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lmres.data import Batches
+from lmres.data import IndexedBatches
 from lmres.sharding import batch_sharding
 
 
 class Feed:
     """Global arrays [B, ...] for batches of ``batch_size`` rows on a mesh."""
 
-    def __init__(self, batches: Batches, mesh: Mesh, batch_size: int):
+    def __init__(self, batches: IndexedBatches, mesh: Mesh, batch_size: int):
         self._batches, self._sharding, self._size = batches, batch_sharding(mesh), batch_size
         slices = self._sharding.addressable_devices_indices_map((batch_size,)).values()
         rows = np.unique(np.concatenate([np.arange(batch_size)[index] for index in slices]))

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from lmres.train.checkpoint import Checkpoints
-from lmres.train.evaluate import Evaluator
+from lmres.train.evaluate import Evaluator, in_words, measure_of
 from lmres.train.feed import Feed, eval_batch_size
 from lmres.train.flops import Throughput, flops_per_token, utilisation
 from lmres.train.metrics import Deferred, MetricWriter
@@ -81,7 +81,7 @@ class Loop:
 
         self._step = jit_train_step(counted, session.state_like, mesh)
         size = eval_batch_size(train.eval_batch_size, train.batch_size // train.accumulate, mesh)
-        eval_step = jit_eval_step(session.model, mesh, session.state_like["params"])
+        eval_step = jit_eval_step(session.model, mesh, session.state_like["params"], measure_of(session.splits))
         valid = session.splits.valid
         # Counted in training batches, so that what is evaluated does not depend on how they are accumulated.
         limit = None if train.eval_batches is None else -(-train.eval_batches * train.batch_size // size)
@@ -165,8 +165,7 @@ class Loop:
             raise self._diverged(f"step {step}: validation loss {result['valid_loss']}: not finite")
         self._writer.write(step, result)
         self._history.append({"step": step, **result})
-        bpb = f", {result['valid_bpb']:.4f} bits per byte" if "valid_bpb" in result else ""
-        self._reporter.line(f"step {step}: validation {result['valid_loss']:.4f} nats per token{bpb}")
+        self._reporter.line(f"step {step}: validation {in_words(result)}")
         return result
 
     def _save(self, state: TrainState, step: int) -> None:

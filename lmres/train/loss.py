@@ -1,4 +1,4 @@
-"""Cross-entropy per real token, and what is added to it.
+"""Cross-entropy per real token, what is added to it, and how many tokens are right.
 
 Legend: B batch, S sequence, V vocabulary. ``weights`` [B, S] is 1 for a target that counts and 0 for padding and
 document borders.
@@ -28,4 +28,23 @@ def loss_sums(logits: Array, targets: Array, weights: Array) -> LossSums:
         nats=jnp.sum((log_z - picked) * weights),
         z=jnp.sum(log_z * log_z * weights),
         tokens=jnp.sum(weights),
+    )
+
+
+class ScoredSums(NamedTuple):
+    """``LossSums``, and by position: labels there, and those of them that are the most probable id; float32 [S]."""
+
+    nats: Array
+    z: Array
+    tokens: Array
+    labels: Array
+    right: Array
+
+
+def scored_sums(logits: Array, targets: Array, weights: Array) -> ScoredSums:
+    """``loss_sums`` and the counts; arguments as there."""
+    right = jnp.argmax(logits, axis=-1) == targets
+    weights = weights.astype(logits.dtype)
+    return ScoredSums(
+        *loss_sums(logits, targets, weights), labels=jnp.sum(weights, axis=0), right=jnp.sum(right * weights, axis=0)
     )

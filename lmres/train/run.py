@@ -12,6 +12,7 @@ from lmres.data import DataConfig
 from lmres.model import ModelConfig
 from lmres.residual import Connection
 from lmres.sharding import MeshConfig
+from lmres.tasks import TEXT, Task
 from lmres.train.checkpoint import Checkpoints, refuse_used
 from lmres.train.config import LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
 from lmres.train.fingerprint import CheckpointMismatch, architecture, differences
@@ -35,6 +36,7 @@ def train_run(
     model: ModelConfig,
     residual: Connection,
     data: DataConfig,
+    task: Task = TEXT,
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     train: TrainConfig,
@@ -65,8 +67,8 @@ def train_run(
         refuse_used(folder / CHECKPOINTS)  # before data are prepared, which may take long
     reporter = reporter or Reporter(quiet=jax.process_index() != 0, log_every=train.log_every)
     session = build_session(
-        model=model, residual=residual, data=data, optimizer=optimizer, schedule=schedule, train=train, mesh=mesh,
-        devices=devices, progress=data_progress(reporter),
+        model=model, residual=residual, task=task, data=data, optimizer=optimizer, schedule=schedule, train=train,
+        mesh=mesh, devices=devices, progress=data_progress(reporter),
     )  # fmt: skip
     shape = architecture(
         dataclasses.asdict(session.model.config), dataclasses.asdict(residual), session.state_like["params"]

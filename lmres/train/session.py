@@ -7,10 +7,11 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from lmres.data import DataConfig, DataError, Splits, load_splits
+from lmres.data import DataConfig, DataError, Splits, generated_splits, load_splits
 from lmres.model import ModelConfig, Transformer
 from lmres.residual import Connection
 from lmres.sharding import MeshConfig, constrainer, make_mesh
+from lmres.tasks import TEXT, Task, Text
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from lmres.train.optimizer import make_optimizer
 from lmres.train.schedule import Schedule, make_schedule
@@ -31,6 +32,20 @@ class Session:
     state_like: TrainState
 
 
+def open_splits(
+    task: Task, data: DataConfig, model: ModelConfig, batch_size: int, progress: Any = None
+) -> Splits:
+    """Batches of a task, or of the text of the data section if that is the task.
+
+    batch_size: rows of the global training batch. progress: as in ``lmres.data.prepare``, for text.
+
+    Raises DataError.
+    """
+    if isinstance(task, Text):
+        return load_splits(data, model.context, batch_size, vocab_size=model.vocab_size, progress=progress)
+    return generated_splits(task, model.context, batch_size, vocab_size=model.vocab_size)
+
+
 def build_model(model: ModelConfig, residual: Connection, splits: Splits | None, mesh: Mesh | None) -> Transformer:
     """The model, its vocabulary taken from the data where the config leaves it open, shardings pinned on ``mesh``.
 
@@ -49,6 +64,7 @@ def build_session(
     model: ModelConfig,
     residual: Connection,
     data: DataConfig,
+    task: Task = TEXT,
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     train: TrainConfig,
@@ -58,12 +74,13 @@ def build_session(
 ) -> Session:
     """Prepares the data if need be and builds all parts; nothing is allocated on the devices.
 
-    devices: None for all. progress: as in ``lmres.data.prepare``.
+    task: what is trained on; by default the text of ``data``. devices: None for all. progress: as in
+      ``lmres.data.prepare``.
 
     Raises ValueError (DataError among them) naming the config key and the numbers.
     """
     the_mesh = make_mesh(mesh, devices)
-    splits = load_splits(data, model.context, train.batch_size, vocab_size=model.vocab_size, progress=progress)
+    splits = open_splits(task, data, model, train.batch_size, progress)
     there = splits.train.num_steps
     if there is not None and there < train.steps:
         raise ValueError(

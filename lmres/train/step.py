@@ -18,12 +18,13 @@ from jax.sharding import Mesh
 
 from lmres.model import Transformer
 from lmres.sharding import batch_sharding
-from lmres.train.loss import LossSums, loss_sums
+from lmres.train.loss import LossSums, ScoredSums, loss_sums
 from lmres.train.schedule import Schedule
 from lmres.train.state import TrainState, replicated
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
+Measure = Callable[[jax.Array, jax.Array, jax.Array], LossSums | ScoredSums]  # of logits, targets, weights
 
 
 def micro_batches(batch: Batch, accumulate: int) -> Batch:
@@ -36,12 +37,12 @@ def micro_batches(batch: Batch, accumulate: int) -> Batch:
     return jax.tree.map(split, batch)
 
 
-def batch_sums(model: Transformer, params: Any, batch: Batch, dropout_key=None) -> LossSums:
-    """Loss sums of the model on a batch."""
+def batch_sums(model: Transformer, params: Any, batch: Batch, dropout_key=None, measure: Measure = loss_sums):
+    """What ``measure`` sums up of the model on a batch."""
     logits = model.apply(
         {"params": params}, batch["inputs"], batch["segment_ids"], batch["positions"], dropout_key=dropout_key
     )
-    return loss_sums(logits, batch["targets"], batch["weights"])
+    return measure(logits, batch["targets"], batch["weights"])
 
 
 def gradients(
@@ -126,11 +127,11 @@ def jit_train_step(step: Callable, state_like: TrainState, mesh: Mesh) -> Callab
     )
 
 
-def jit_eval_step(model: Transformer, mesh: Mesh, params_like: Any) -> Callable[[Any, Batch], LossSums]:
-    """``(params, batch) -> LossSums``, jitted."""
+def jit_eval_step(model: Transformer, mesh: Mesh, params_like: Any, measure: Measure) -> Callable[[Any, Batch], Any]:
+    """``(params, batch) -> sums``, those that ``measure`` gives, jitted."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params_like)
     return jax.jit(
-        lambda params, batch: batch_sums(model, params, batch),
+        lambda params, batch: batch_sums(model, params, batch, measure=measure),
         in_shardings=(shardings, batch_sharding(mesh)),
         out_shardings=replicated(mesh),
     )

@@ -30,6 +30,7 @@ from lmres.config.changes import rule_of
 from lmres.config.schema import hints, members, sections
 from lmres.data import DataConfig
 from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Plain
+from lmres.tasks import WordProblem
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
     [
@@ -168,6 +169,16 @@ def test_changes_on_resume():
     assert all(reason for _, reason in changes.refused)
 
 
+def test_a_config_stored_before_there_were_tasks_is_of_text():
+    stored = to_dict(RunConfig())
+    del stored["task"]
+    assert from_dict(stored) == RunConfig() and diff(from_dict(stored), RunConfig()) == []
+    changes = resumable_changes(from_dict(stored), with_(task=WordProblem()))
+    assert not changes.applied
+    assert Change("task.kind", "text", "word") in [change for change, _ in changes.refused]
+    assert Change("task.length", ABSENT, 24) in [change for change, _ in changes.refused]
+
+
 @pytest.mark.parametrize(
     ("config", "devices", "lines"),
     [
@@ -219,6 +230,26 @@ def test_changes_on_resume():
             with_(model__vocab_size=300, data__vocab_size=301, data__train="x"),
             None,
             ["data.vocab_size=301 is more than model.vocab_size=300"],
+        ),
+        (
+            with_(task=WordProblem(length=300, train_seed=-1), model__vocab_size=5),
+            None,
+            ["task.train_seed=-1 must be in 0 .. 2**32 - 1"],
+        ),
+        (
+            with_(task=WordProblem(length=300), model__vocab_size=5, data__train="a.txt", data__seed=3),
+            None,
+            [
+                "model.context=256 is less than task.length=300; raise the one or lower the other",
+                "model.vocab_size=5 is less than the 6 ids of task.group=S3; leave it out or raise it",
+                "data.train has no effect with task.kind=word, whose sequences are made, not read; leave it out",
+                "data.seed has no effect with task.kind=word",
+            ],
+        ),
+        (
+            with_(task=WordProblem(), mesh__tensor=4),
+            8,
+            ["model.vocab_size=6 (of task.group=S3) is not a multiple of mesh.tensor=4"],
         ),
         (with_(train__accumulate=3), None, ["train.batch_size=32 is not a multiple of train.accumulate=3"]),
         (
@@ -285,7 +316,7 @@ def test_checks_answer_any_values(config, devices):
         check_config(config, devices)
     except ConfigError as error:
         assert all(
-            re.search(r"(model|residual|schedule|train|mesh|data|optimizer)\.\w+", p) for p in error.problems
+            re.search(r"(model|residual|schedule|task|train|mesh|data|optimizer)\.\w+", p) for p in error.problems
         )
 
 
@@ -293,6 +324,7 @@ def test_checks_let_through_what_fits():
     for devices in (None, 1, 2, 4, 8):
         check_config(RunConfig(), devices)
     check_config(with_(mesh__tensor=4, model__vocab_size=512, model__kv_heads=4), 8)
+    check_config(with_(task=WordProblem(length=256), model__vocab_size=6), 8)
     check_config(with_(residual=AttentionResiduals(block=5), train__profile_steps=(3, 3)))
 
 

@@ -191,6 +191,22 @@ def test_include(write, tmp_path):
             "run.yaml:1:15: data.train: expected text or list of text or null, found ['a', 3]",
         ),
         (
+            "task: {kind: word, lenght: 3}",
+            "run.yaml:1:28: task.lenght: unknown key of task.kind=word; did you mean 'length'? (keys: kind, group, ",
+        ),
+        (
+            "task: {length: 3}",
+            "run.yaml:1:16: task.length: unknown key of task.kind=text; it belongs to task.kind=word (keys: kind)",
+        ),
+        (
+            "task: {kind: wrod}",
+            "run.yaml:1:14: task.kind: expected one of text, word, found 'wrod' (text); did you mean 'word'?",
+        ),
+        (
+            "task: {kind: word, group: S5}",
+            "run.yaml:1:27: task.group: expected one of Z2, Z6, S3, A4, S4, A5, swap-S4, swap-S5, found 'S5' (text)",
+        ),
+        (
             "data: {valid_fraction: 3.0}",
             "run.yaml:1:24: data.valid_fraction is 3.0; it must lie between 0 and 1",
         ),
