@@ -4,11 +4,13 @@
 ``geometry`` names the known read sets. ``counting`` counts cells one by one: critical path, sweeps, keys per query.
 ``lowering`` turns a read set into index tables, ``reader`` gathers by them and masks, ``attention`` is the softmax over
 cells. ``tiles`` and ``wavefront`` are the schedules, each with one compiled body and its own backward pass.
-The model does not read by it yet.
+``config`` is a model's flow as a setting. ``recurrent``, ``feedback`` and ``pool``, and output cells, are described here
+and can be counted, but ``lmres.model`` cannot run them yet; nor can it go on from a cache with any but the ordinary flow.
 
 May import: ops, numpy, jax. Knows nothing of residual connections, of the model, or of meshes.
 """
 
+from lmres.flow.config import FlowConfig
 from lmres.flow.counting import critical_path, exact_prefix, keys_per_query, reads_of, sweeps_needed
 from lmres.flow.geometry import GEOMETRIES, Geometry, parse
 from lmres.flow.reader import Reader, Tokens
@@ -20,6 +22,7 @@ __all__ = [
     "GEOMETRIES",
     "CellProgram",
     "Chunks",
+    "FlowConfig",
     "Geometry",
     "IllegalReadSet",
     "Layer",

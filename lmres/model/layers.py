@@ -4,6 +4,7 @@ Legend: B batch, S query positions, T readable positions, D width, H query heads
 hidden.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -30,12 +31,15 @@ class Args(NamedTuple):
     own_mask: [B, 1, S, S] bool, which of the layer's own new keys a query may read; None for plain causal.
     past_mask: [B, 1, S, T] bool, which of the past keys it may read; None without a past.
     dropout_key: raw key data, or None for no dropout.
+    tokens: [S], which tokens of the row these are, where a call has only some of them; dropout then draws for each
+      token alone, so that it does not matter which tokens are run together. None for all of the row.
     """
 
     position: Array
     own_mask: Array | None = None
     past_mask: Array | None = None
     dropout_key: Array | None = None
+    tokens: Array | None = None
 
 
 def rotate(x: Array, position: Array, base: float) -> Array:
@@ -138,14 +142,19 @@ class SubLayer(nn.Module):
             return x
         return RMSNorm(self.config.norm_eps, self.ways, name="norm")(x)
 
-    def leave(self, y: Array, sublayer: Any, dropout_key: Array | None) -> Array:
+    def leave(self, y: Array, sublayer: Any, args: Args) -> Array:
         if "output" in self.norms:
             y = RMSNorm(self.config.norm_eps, name="output_norm")(y)
         rate = self.config.dropout
-        if rate == 0.0 or dropout_key is None:
+        if rate == 0.0 or args.dropout_key is None:
             return y
-        key = jax.random.fold_in(jax.random.wrap_key_data(dropout_key), sublayer)
-        keep = jax.random.bernoulli(key, 1.0 - rate, y.shape)
+        key = jax.random.fold_in(jax.random.wrap_key_data(args.dropout_key), sublayer)
+        if args.tokens is None:
+            keep = jax.random.bernoulli(key, 1.0 - rate, y.shape)
+        else:
+            batch, _, width = y.shape
+            draw = lambda token: jax.random.bernoulli(jax.random.fold_in(key, token), 1.0 - rate, (batch, width))  # noqa: E731
+            keep = jax.vmap(draw, out_axes=1)(args.tokens)
         return jnp.where(keep, y / (1.0 - rate), 0)
 
 
@@ -154,29 +163,61 @@ class Attention(SubLayer):
 
     @nn.compact
     def __call__(
-        self, x: Array | tuple[Array, ...] | Exchange, i: Any, args: Args, past: KeyValues | None = None
+        self,
+        x: Array | tuple[Array, ...] | Exchange,
+        i: Any,
+        args: Args,
+        past: KeyValues | Callable[[Array, KeyValues], Array] | None = None,
     ) -> tuple[Array | Lent, KeyValues]:
         """Attention of block ``i``.
 
         x: [B, S, D], or the inputs of query, key and value apart, or with the keys and values of other layers. past:
-        keys and values from before this call, [B, T, G, K].
+        keys and values from before this call, [B, T, G, K]; or what takes the place of attention over the row: a
+        function of the query [B, S, H, K] and the layer's own keys and values.
 
         Returns the output [B, S, D], with the layer's own keys and values if it was given others', and its new keys
         and values as they are used, [B, S, G, K].
         """
+        c = self.config
+        query, new, own = self._project(x, args)
+        width = self._first(x).shape[-1]
+        if callable(past):
+            y = past(query, new)
+        elif past is None:
+            y = attend(query, (new,), (args.own_mask,), c.attention)
+        else:
+            y = attend(query, (past, new), (args.past_mask, args.own_mask), c.attention)
+        if c.heads_from == "projections":
+            out_init = fan_in(c.weight_std, 2, self.residual_scale)
+            w_out = self.param("out", out_init, (c.heads, c.head_size, width)).astype(query.dtype)
+            y = jnp.einsum("bshk,hkd->bsd", y, w_out)
+        else:
+            y = y.reshape(*y.shape[:2], width)
+        y = self.leave(y, 2 * i, args)
+        return (Lent(y, own.key, own.value) if isinstance(x, Exchange) else y), new
+
+    @nn.compact
+    def keys(self, x: Array | tuple[Array, ...] | Exchange, args: Args) -> KeyValues:
+        """The layer's new keys and values alone, [B, S, G, K]."""
+        return self._project(x, args)[1]
+
+    def _first(self, x):
+        x = x.x if isinstance(x, Exchange) else x
+        return x if self.ways == 1 else x[0]
+
+    def _project(self, x, args: Args) -> tuple[Array, KeyValues, KeyValues]:
+        """The query, the keys and values as they are used, and the layer's own, before positions and other layers'."""
         exchange = x if isinstance(x, Exchange) else None
+        first = self._first(x)
         x = exchange.x if exchange else x
-        c, width = self.config, (x if self.ways == 1 else x[0]).shape[-1]
+        c, width, dtype = self.config, first.shape[-1], first.dtype
         heads, groups, size = c.heads, c.kv, c.head_size
         init = fan_in(c.weight_std)
         projected = c.heads_from == "projections"
         if projected:
-            dtype = (x if self.ways == 1 else x[0]).dtype
             w_query = self.param("query", init, (width, heads, size)).astype(dtype)
             w_key = self.param("key", init, (width, groups, size)).astype(dtype)
             w_value = self.param("value", init, (width, groups, size)).astype(dtype)
-            out_init = fan_in(c.weight_std, 2, self.residual_scale)
-            w_out = self.param("out", out_init, (heads, size, width)).astype(dtype)
 
         x = self.enter(x)
         x_query, x_key, x_value = (x, x, x) if self.ways == 1 else x
@@ -186,21 +227,14 @@ class Attention(SubLayer):
             value = jnp.einsum("bsd,dgk->bsgk", x_value, w_value)
         else:
             query, key, value = (a.reshape(*a.shape[:2], heads, size) for a in (x_query, x_key, x_value))
-        own_key, own_value = key, value
+        own = KeyValues(key, value)
         if exchange:
             key, value = mixed(key, exchange.key), mixed(value, exchange.value)
         if c.qk_norm:
             query = RMSNorm(c.norm_eps, name="query_norm")(query)
             key = RMSNorm(c.norm_eps, name="key_norm")(key)
         query = rotate(query, args.position, c.rope_base)
-        new = KeyValues(rotate(key, args.position, c.rope_base), value)
-        if past is None:
-            y = attend(query, (new,), (args.own_mask,), c.attention)
-        else:
-            y = attend(query, (past, new), (args.past_mask, args.own_mask), c.attention)
-        y = jnp.einsum("bshk,hkd->bsd", y, w_out) if projected else y.reshape(*y.shape[:2], width)
-        y = self.leave(y, 2 * i, args.dropout_key)
-        return (Lent(y, own_key, own_value) if exchange else y), new
+        return query, KeyValues(rotate(key, args.position, c.rope_base), value), own
 
 
 def mixed(own: Array, mix: Mix | None) -> Array:
@@ -229,4 +263,4 @@ class MLP(SubLayer):
             hidden = jax.nn.silu(x @ w_gate) * (x @ w_up)
         else:
             hidden = jax.nn.gelu(x @ w_up)
-        return self.leave(hidden @ w_down, 2 * i + 1, args.dropout_key)
+        return self.leave(hidden @ w_down, 2 * i + 1, args)

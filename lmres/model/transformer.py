@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from lmres.flow.config import FlowConfig
 from lmres.model.config import ModelConfig, check_ways
+from lmres.model.grid import Flow, GridTokens, run_on_grid
 from lmres.model.layers import MLP, Args, Attention, KeyValues, RMSNorm
 from lmres.residual import Connection
 from lmres.residual.linen import ResidualStack
@@ -32,6 +34,10 @@ class AttentionBranch:
 
     def __call__(self, params_i, x, i, args, inputs_i):
         return self.module.apply({"params": params_i}, x, i, args, inputs_i or None)
+
+    def keys(self, params_i, x, i, args):
+        """The keys and values of block ``i`` alone."""
+        return self.module.apply({"params": params_i}, x, args, method="keys")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +70,13 @@ class Transformer(nn.Module):
     """A decoder-only transformer whose residual connection is a choice.
 
     config: sizes; ``vocab_size`` must be set. connection: any member of ``lmres.residual``. constrain: pins shardings.
+    flow: which cells of the token x layer grid attention reads.
     """
 
     config: ModelConfig
     connection: Connection
     constrain: Any = no_constraint
+    flow: FlowConfig = FlowConfig()
 
     def __post_init__(self):
         if self.config.heads >= 1:  # otherwise ``setup`` says so
@@ -84,6 +92,7 @@ class Transformer(nn.Module):
         norms, scale = self.connection.branch_norms, (2 * c.blocks) ** -0.5
         ways = self.connection.ways
         check_ways(self.connection.unit, ways, c.heads_from)
+        self.flow.check(c.blocks, c.context)
         self.embed = Embedding(c)
         self.stack = ResidualStack(
             connection=self.connection,
@@ -96,6 +105,8 @@ class Transformer(nn.Module):
             remat=c.remat,
             constrain=self.constrain,
         )
+        if not self.flow.is_standard:
+            self.cells = Flow(self.flow, c.blocks)
         if self.connection.final_norm:
             self.final_norm = RMSNorm(c.norm_eps)
         if not c.tie_embeddings:
@@ -120,6 +131,8 @@ class Transformer(nn.Module):
 
         Returns: logits [B, S, V] float32; with ``past`` also the new keys and values, [blocks, B, S, G, K].
         """
+        if not self.flow.is_standard:
+            return self._logits(self._on_grid(tokens, segments, positions, past, dropout_key))
         e, args = self._start(tokens, segments, positions, past, dropout_key)
         h, (new, _) = self.stack(e, args, None if past is None else (past.layers, ()))
         logits = self._logits(h)
@@ -130,6 +143,16 @@ class Transformer(nn.Module):
         e, args = self._start(tokens, segments, positions, None, None)
         h, record = self.stack.record(e, args)
         return self._logits(h), e, record
+
+    def _on_grid(self, tokens, segments, positions, past, dropout_key):
+        """The columns' outputs [B, S, D] where attention reads other cells than its own row's."""
+        if past is not None:
+            raise ValueError(f"flow.kind={self.flow.kind} cannot go on from a cache yet; give all tokens at once")
+        e, args = self._start(tokens, None, positions, None, dropout_key)
+        place = jnp.arange(tokens.shape[1])[None]
+        segments = None if segments is None else jnp.asarray(segments)
+        grid = GridTokens(jnp.asarray(args.position), place, segments, dropout_key)
+        return run_on_grid(*self.stack.parts(e), self.flow, self.config, self.cells(), e, grid)
 
     def _start(self, tokens, segments, positions, past, dropout_key):
         c = self.config

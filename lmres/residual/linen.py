@@ -82,6 +82,11 @@ class ResidualStack(nn.Module):
         return self._stack()(connection, branches, e, args, inputs)
 
     @nn.compact
+    def parts(self, e: Array) -> tuple[Stack, Any, tuple[Any, ...]]:
+        """The stack with the connection's and the branches' parameters, for another way to run them."""
+        return self._stack(), *self._params(e)
+
+    @nn.compact
     def record(self, e: Array, args: Any = ()):
         """Looped, with the record that the depth-mixing matrix needs; see ``Stack.record``."""
         connection, branches = self._params(e)

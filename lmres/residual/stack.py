@@ -135,12 +135,12 @@ class Stack:
         if self.scan and inputs is None and isinstance(self.connection, AppendOnly):
             two_phases = has_two_phases(self.connection, len(self.units), self.depth)
             run = run_two_phases if two_phases else run_append_only
-            h = run(self, connection_params, self._by_unit(branch_params), e, args)
+            h = run(self, connection_params, self.by_unit(branch_params), e, args)
             return h, tuple(() for _ in self.branches)
         inputs = inputs if inputs is not None else tuple(() for _ in self.branches)
         state = self.pin(self.connection.open(connection_params, e, self.depth))
         run = self._scanned if self.scan else self._looped
-        state, outputs = run(connection_params, self._by_unit(branch_params), state, args, self._by_unit(inputs))
+        state, outputs = run(connection_params, self.by_unit(branch_params), state, args, self.by_unit(inputs))
         if len(self.units) != len(self.branches):
             (outputs,) = outputs
         return self.connection.close(connection_params, state)[0], outputs
@@ -153,7 +153,7 @@ class Stack:
         """
         reads, outputs = [], []
         layers = self.grouped(connection_params)
-        units, by_unit = self.units, self._by_unit(branch_params)
+        units, by_unit = self.units, self.by_unit(branch_params)
         state, contexts = self.connection.open(connection_params, e, self.depth), []
         for i in range(self.repeats):
             for s, unit in enumerate(units):
@@ -191,11 +191,11 @@ class Stack:
         per_copy = len(self.units)
         return jax.tree.map(lambda p: p.reshape(self.repeats, per_copy, *p.shape[1:]), connection_params["layers"])
 
-    def _by_unit(self, per_branch: Sequence[Any]) -> tuple[Any, ...]:
+    def by_unit(self, per_branch: Sequence[Any]) -> tuple[Any, ...]:
         """One entry per unit from one entry per branch."""
         return tuple(per_branch) if self.connection.unit == "sublayer" else (tuple(per_branch),)
 
-    def _copy(self, shared, state, layers, branch_params, i, args, inputs):
+    def copy(self, shared, state, layers, branch_params, i, args, inputs):
         """One copy: every unit read from and written to the state."""
         outputs = []
         for s, unit in enumerate(self.units):
@@ -207,10 +207,16 @@ class Stack:
             outputs.append(out)
         return state, tuple(outputs)
 
+    def first_input(self, shared, state, layers, i):
+        """What the first branch of copy ``i`` reads; arguments as in ``copy``."""
+        params_l = {**jax.tree.map(lambda p: p[0], layers), **shared}
+        x, _ = read_unit(self.connection, params_l, state, i * len(self.units), 0)
+        return x if self.connection.unit == "sublayer" else split_skip(x)[0]
+
     def _scanned(self, params, branch_params, state, args, inputs):
         def body(state, xs):
             layers, branch_params_i, inputs_i, i = xs
-            return self._copy(params["shared"], state, layers, branch_params_i, i, args, inputs_i)
+            return self.copy(params["shared"], state, layers, branch_params_i, i, args, inputs_i)
 
         body = self.checkpointed(body)
         xs = (self.grouped(params), branch_params, inputs, jnp.arange(self.repeats))
@@ -218,7 +224,7 @@ class Stack:
 
     def _looped(self, params, branch_params, state, args, inputs):
         def copy(i, state, layers, branch_params_i, inputs_i):
-            return self._copy(params["shared"], state, layers, branch_params_i, i, args, inputs_i)
+            return self.copy(params["shared"], state, layers, branch_params_i, i, args, inputs_i)
 
         collected = []
         layers = self.grouped(params)

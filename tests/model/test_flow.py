@@ -1,0 +1,133 @@
+"""The transformer on the token x layer grid: one model, whatever schedule runs it, together with any connection."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lmres.flow.config import FlowConfig
+from lmres.model import ModelConfig, Transformer
+from lmres.residual import MHC, AttentionResiduals, MUDDFormer, Plain, ValueResidual
+
+CONFIG = ModelConfig(vocab_size=17, context=8, width=16, blocks=3, heads=2, dtype="float64")
+TOKENS = np.random.default_rng(0).integers(0, 17, (2, 6))
+# Two documents and padding in one row, one document in the other.
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1] * 6])
+POSITIONS = np.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+REAL = (SEGMENTS > 0)[..., None]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def parameters(connection=Plain(), flow=FlowConfig(), config=CONFIG):  # noqa: B008 - frozen
+    params = Transformer(config, connection, flow=flow).init(jax.random.key(0), TOKENS)["params"]
+    rng = np.random.default_rng(1)
+    # Away from the start, where many gradients vanish.
+    return jax.tree.map(lambda p: jnp.asarray(p + 0.1 * rng.normal(size=p.shape)), params)
+
+
+def run(connection, flow, params, config=CONFIG, dropout_key=None):
+    """(logits, gradients) of real tokens."""
+
+    @jax.jit
+    def both(params):
+        def loss(params):
+            model = Transformer(config, connection, flow=flow)
+            logits = model.apply({"params": params}, TOKENS, SEGMENTS, POSITIONS, dropout_key=dropout_key)
+            logits = jnp.where(REAL, logits, 0)
+            return (logits**2).sum(), logits
+
+        (_, logits), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return logits, grads
+
+    return both(params)
+
+
+def same(a, b):
+    chex.assert_trees_all_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+SLOW = [pytest.param(c, marks=pytest.mark.slow, id=c.name) for c in (MHC(), AttentionResiduals(), MUDDFormer())]
+
+
+@pytest.mark.parametrize("connection", [Plain(), ValueResidual(), *SLOW])
+def test_one_layer_wide_block_is_the_ordinary_transformer(connection):
+    params = parameters(connection)
+    ordinary = run(connection, FlowConfig(), params)
+    same(run(connection, FlowConfig(kind="block(1)"), params), ordinary)
+    same(run(connection, FlowConfig(schedule="sequential"), params), ordinary)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedules"),
+    [
+        ("cone(1)", ["wavefront", "swept"]),
+        ("chunk(3)", ["chunked"]),
+        pytest.param("top", ["wavefront", "swept"], marks=pytest.mark.slow),
+        pytest.param("diagonal(-1/2)", ["parallel"], marks=pytest.mark.slow),
+        pytest.param("moda", ["parallel", "wavefront"], marks=pytest.mark.slow),
+        pytest.param("rectangle(2)", ["parallel"], marks=pytest.mark.slow),
+        pytest.param("lag(2)", ["chunked", "wavefront"], marks=pytest.mark.slow),
+    ],
+)
+def test_every_exact_schedule_is_the_same_model(kind, schedules):
+    flow = FlowConfig(kind=kind, bias=0.5, schedule="sequential")
+    params = parameters(flow=flow)
+    token_by_token = run(Plain(), flow, params)
+    for schedule in schedules:
+        other = dataclasses.replace(flow, schedule=schedule, sweeps=0, gradient_sweeps=6)
+        same(run(Plain(), other, params), token_by_token)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connection", [ValueResidual(), *SLOW])
+def test_wavefront_carries_the_state_of_every_connection(connection):
+    flow = FlowConfig(kind="cone(1)", schedule="sequential")
+    params = parameters(connection, flow)
+    same(
+        run(connection, dataclasses.replace(flow, schedule="wavefront"), params), run(connection, flow, params)
+    )
+
+
+@pytest.mark.slow
+def test_dropout_draws_the_same_however_the_tokens_are_run():
+    config = dataclasses.replace(CONFIG, dropout=0.5)
+    flow = FlowConfig(kind="cone(1)", schedule="sequential")
+    params = parameters(flow=flow)
+    key = jax.random.key_data(jax.random.key(3))
+    sequential = run(Plain(), flow, params, config, key)
+    same(run(Plain(), dataclasses.replace(flow, schedule="wavefront"), params, config, key), sequential)
+    assert not np.allclose(sequential[0], run(Plain(), flow, params, config)[0])
+
+
+def test_wider_reads_change_the_model_and_add_the_bias_alone():
+    ordinary, wide = parameters(), parameters(flow=FlowConfig(kind="block(2)", bias=0.0))
+    assert set(wide) - set(ordinary) == {"cells"}
+    assert wide["cells"]["bias"].shape == (3, 3)
+    assert set(parameters(flow=FlowConfig(kind="block(2)"))) == set(ordinary)
+    found = run(Plain(), FlowConfig(kind="block(2)"), ordinary)[0]
+    assert not np.allclose(found, run(Plain(), FlowConfig(), ordinary)[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "blok(2)"}, r"flow.kind='blok\(2\)' is no geometry"),
+        ({"kind": "block(0)"}, "at least 1 layer wide"),
+        ({"kind": "map(1,2)"}, "2 target layers are given for 3 layers"),
+        ({"kind": "deep", "schedule": "parallel"}, "flow.schedule=parallel cannot run flow.kind=deep exactly"),
+        ({"kind": "top", "border": "drop"}, "flow.border=drop has no meaning for flow.kind=top"),
+        ({"kind": "top", "groups": 0}, "flow.groups=0 must be at least 1"),
+        ({"kind": "feedback"}, "the model cannot run it yet"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        parameters(flow=FlowConfig(**settings))
