@@ -76,8 +76,8 @@ def test_counts_of_the_table(geometry):
 
 def test_counts_of_cyclic_gauss_seidel():
     assert [sweeps_needed(Deep().reads(4), 9, groups) for groups in (1, 2, 3, 9)] == [9, 5, 3, 1]
-    # Where one pass is exact, groups only cost: a token reads what a later group is still to write. Each read is a layer
-    # down, and every other one can be such a read: 4 layers, 2 stale reads.
+    # Where one pass is exact, groups only cost: a token reads what a later group is still to write. Each read is one
+    # layer down, and every other one can be such a read: 4 layers, 2 stale reads.
     assert [sweeps_needed(parse("standard").reads(4), 9, groups) for groups in (1, 2, 3, 9)] == [1, 3, 3, 1]
 
 
