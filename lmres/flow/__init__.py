@@ -4,8 +4,9 @@
 ``geometry`` names the known read sets. ``counting`` counts cells one by one: critical path, sweeps, keys per query.
 ``lowering`` turns a read set into index tables, ``reader`` gathers by them and masks, ``attention`` is the softmax over
 cells. ``tiles`` and ``wavefront`` are the schedules, each with one compiled body and its own backward pass.
-``config`` is a model's flow as a setting. ``recurrent``, ``feedback`` and ``pool``, and output cells, are described here
-and can be counted, but ``lmres.model`` cannot run them yet; nor can it go on from a cache with any but the ordinary flow.
+``config`` is a model's flow as a setting. ``recurrent``, ``feedback`` and ``pool``, and output cells, are described
+here and can be counted, but ``lmres.model`` cannot run them yet; nor can it go on from a cache with any flow but the
+ordinary one.
 
 May import: ops, numpy, jax. Knows nothing of residual connections, of the model, or of meshes.
 """
