@@ -5,13 +5,12 @@ from functools import partial
 
 import growing_references as reference
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from growing_references import GAINS, WEIGHTS, B, D, E, G, L, N, S, plain
+from growing_references import B, D, G, L, N, S, plain
+from growing_stack import EPS, gradient, moved, noise, output, quick_jit, same, same_function, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stream_references import rms
 from variants import draw
 
 from lmres.model import ModelConfig, Transformer
@@ -25,102 +24,11 @@ from lmres.residual import (
     LIMe,
     MUDDFormer,
     RecentDeepCrossAttention,
-    Stack,
     ValueResidual,
 )
-from lmres.residual.interface import Exchange, Lent
-from lmres.residual.key_values import KeyValueHeads
 from lmres.residual.two_phase import has_two_phases
 
-EPS = 1e-30  # of the norms inside connections: nothing beside the numbers here, but 0 / 0 is 0
-# Small programs that run once or twice.
-quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-def branch(s):
-    return lambda p, x, i, args, inputs: (reference.layer(s, p, x, jnp), ())
-
-
-def attention_branch(p, x, i, args, inputs):
-    """Real attention, with the keys and values of other layers if there are any."""
-    if not isinstance(x, Exchange):
-        return reference.attention(p, x, lambda *pair: pair, jnp)[0], ()
-
-    def mix(key, value):
-        used = []
-        for own, m in ((key, x.key), (value, x.value)):
-            if m is not None:
-                own = m.gathered + (m.own * own if m.own.ndim == 0 else jnp.einsum("gh,bshk->bsgk", m.own, own))
-            used.append(own)
-        return used
-
-    return Lent(*reference.attention(p, x.x, mix, jnp)), ()
-
-
-def run(connection, params):
-    """The column's output."""
-    first = attention_branch if isinstance(connection, KeyValueHeads) else branch(0)
-    weights = tuple({"weight": jnp.asarray(WEIGHTS[s::2]), "gain": jnp.asarray(GAINS[s::2])} for s in range(2))
-    return Stack(connection, (first, branch(1)), N)(params, weights, jnp.asarray(E))[0]
-
-
-run_jitted = quick_jit(run, static_argnums=0)
-
-
-def output(connection, params):
-    return np.asarray(run_jitted(connection, params))
-
-
-@partial(quick_jit, static_argnums=0)
-def gradient_jitted(connection, params):
-    def loss(p):
-        h = run(connection, p)
-        return jnp.sum(jnp.sin(h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True))))
-
-    return jax.grad(loss)(params)
-
-
-def gradient(connection, params):
-    """Of something that sees the final norm."""
-    return jax.tree.map(np.asarray, gradient_jitted(connection, params))
-
-
-def depth_of(connection):
-    return N if connection.unit == "block" else L
-
-
-def start(connection, **shared):
-    """Parameters at their start in float64, entries of ``shared`` replaced."""
-    params = connection.init(jax.random.key(0), depth_of(connection), D)
-    params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-    assert set(shared) <= set(params["shared"])
-    return {**params, "shared": {**params["shared"], **shared}}
-
-
-def moved(connection, size=0.5, seed=1):
-    """Parameters far from their start, as numpy arrays."""
-    draw = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: p + size * draw.normal(size=p.shape), start(connection))
-
-
-def noise(*shape):
-    return np.random.default_rng(7).normal(size=shape)
-
-
-def same(actual, expected, tolerance=1e-12):
-    """Within ``tolerance`` of the largest expected entry."""
-    np.testing.assert_allclose(actual, expected, atol=tolerance * np.max(np.abs(expected)), rtol=0)
-
-
-def same_function(actual, expected, tolerance=1e-12):
-    """The same after the final norm."""
-    same(rms(actual), rms(expected), tolerance)
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 # DenseFormer
@@ -398,40 +306,3 @@ def test_value_residual_follows_its_equations_and_is_standard_attention_with_own
     np.testing.assert_array_equal(standard["shared"]["weights"], np.tile([0.0, 1.0], (N - 1, 1)))
     same(output(connection, standard), reference.attention_column(reference.own))
     assert np.all(gradient(connection, params)["shared"]["weights"] != 0)
-
-
-# Gradients
-
-
-@pytest.mark.parametrize("size, heads", [(1, 2), (3, 1), (4, 2)])
-def test_zero_queries_move_and_gains_do_not(size, heads):
-    """All queries but the first reader's, which has one source and never gets a gradient."""
-    connection = AttentionResiduals(block=size, heads=heads, key_gain=True)
-    grads = gradient(connection, start(connection))["shared"]
-    assert not np.any(grads["gain"])
-    rows = np.abs(grads["query"]).max(-1)
-    assert rows[0] == 0 and np.all(rows[1:] > 1e-6)
-    assert connection.no_gradient == {"query": (0,), "gain": (0,)}
-    moved_grads = gradient(connection, moved(connection))["shared"]
-    for name in ("query", "gain"):
-        rows = np.abs(moved_grads[name]).max(-1)
-        assert rows[0] == 0 and np.all(rows[1:] > 1e-6)
-
-
-def test_closed_gates_move_and_their_queries_do_not():
-    connection = DeltaAttentionResiduals(block=3)
-    params = start(connection, query=noise(L, D))
-    grads = gradient(connection, params)
-    assert np.all(grads["layers"]["gate"] != 0) and not np.any(grads["shared"]["query"])
-    grads = gradient(connection, {**params, "layers": {"gate": np.ones(L)}})["shared"]["query"]
-    rows = np.abs(grads).max(-1)
-    assert np.all(rows[:3] == 0) and np.all(rows[3:] > 1e-6), "one source in the first depth block"
-
-
-def test_dynamic_lime_moves_from_its_start_but_for_the_only_source():
-    connection = DynamicLIMe()
-    grads = gradient(connection, start(connection))
-    for name in ("weight", "bias"):
-        rows = np.abs(grads["shared"][name].reshape(len(grads["shared"][name]), -1)).max(-1)
-        assert rows[0] == 0 and np.all(rows[1:] > 0)
-    assert not np.any(grads["layers"]["gain"])

@@ -7,24 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from growing_references import D, E
+from growing_stack import EPS, quick_jit, same
 
 from lmres.residual import AttentionResiduals, Stack
 from lmres.residual.two_phase import has_two_phases
 
-EPS = 1e-30
-# Small programs that run once or twice.
-quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
-def same(actual, expected, tolerance=1e-12):
-    """Within ``tolerance`` of the largest expected entry."""
-    np.testing.assert_allclose(actual, expected, atol=tolerance * np.max(np.abs(expected)), rtol=0)
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def compare_two_phases(size, per_copy, repeats, **options):
@@ -72,5 +60,6 @@ def test_two_phases_are_the_direct_form(size, per_copy, repeats, options):
     "size, per_copy, repeats",
     [(2, 1, 7), (2, 2, 4), (3, 1, 7), (3, 3, 3), (4, 1, 6), (4, 2, 5), (4, 4, 2), (6, 2, 5), (6, 3, 2), (6, 1, 8)],
 )
+
 def test_two_phases_are_the_direct_form_in_all_shapes(size, per_copy, repeats, heads):
     compare_two_phases(size, per_copy, repeats, heads=heads, temperature=1.5)
