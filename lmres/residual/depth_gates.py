@@ -72,7 +72,7 @@ class Gates:
         if self.version < 3:
             return params, 2.0 * sum(sources) * width
         params += len(sources) * width * (2 if self.norm == "rms" else 1)
-        return params, (4.0 * sum(sources) + len(sources)) * width + 3.0 * sum(sources)
+        return params, 3.0 * sum(sources) * (width + 1)
 
     def logit_flops(self, entries: int, readers: int, width: int) -> float:
         """FLOPs per token of the logits of ``readers`` readers for ``entries`` entries."""
