@@ -120,7 +120,7 @@ def serving(model: Transformer) -> Transformer:
     pinned shardings (a batch of prompts need not divide a mesh) and cuDNN's attention (made for long, even
     lengths; a step here has one query and any number of keys)."""
     config = dataclasses.replace(model.config, dropout=0.0, remat="none", attention="xla")
-    return Transformer(config, model.connection)
+    return Transformer(config, model.connection, flow=model.flow)
 
 
 def padded_length(length: int, context: int) -> int:
