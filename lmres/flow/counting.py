@@ -15,8 +15,30 @@ def reads_of(reads: ReadSet, tokens: int) -> np.ndarray:
 
 
 def keys_per_query(reads: ReadSet, tokens: int) -> float:
-    """Mean number of keys that a cell reads."""
-    return float(reads_of(reads, tokens).sum() / (tokens * reads.layers))
+    """Mean number of keys that a cell reads.
+
+    Pairs of tokens are alike if they are equally far apart and agree on which chunks they share; of each kind one is
+    looked at. From some distance on all are alike.
+    """
+    sizes = sorted({term.chunks.size for term in reads.terms if term.chunks is not None})
+    last = max([*sizes, *(reads.settled_distance(term, tokens) for term in reads.terms)], default=0)
+    last = min(last, tokens - 1)
+    pairs, readers, sources = [], [], []
+    for d in range(last + 1):
+        place = np.arange(d, tokens)
+        shared = np.zeros(len(place), int)
+        for i, size in enumerate(sizes):
+            shared += (place // size == (place - d) // size) << i
+        _, first, count = np.unique(shared, return_index=True, return_counts=True)
+        pairs.extend(count)
+        readers.extend(place[first] + 1)
+        sources.extend(place[first] + 1 - d)
+    # Tokens still farther apart share no chunk, as those at the last distance, whose kind comes last.
+    pairs[-1] += (tokens - 1 - last) * (tokens - last) // 2
+    t, s = np.array(readers)[:, None, None], np.array(sources)[:, None, None]
+    l, m = np.ogrid[1 : reads.layers + 1, 1 : reads.sources + 1]
+    keys = reads.allows(t, l, s, m).sum((1, 2))
+    return float(np.dot(pairs, keys) / (tokens * reads.layers))
 
 
 def critical_path(reads: ReadSet, tokens: int) -> int:

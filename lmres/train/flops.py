@@ -4,9 +4,13 @@ Model FLOPs of one training token. A multiply-add is two, and backward is twice 
 
     6 x parameters of the matrices it goes through    attention and MLP of every block, and the output head
                                                       (also when its table is the embedding's)
-  + 6 x blocks x heads x head_size x (S + 1)          scores and weighted sum: forward 4 x heads x head_size
-                                                      for each of the (S + 1) / 2 positions seen on average
+  + 12 x blocks x heads x head_size x keys            scores and weighted sum: forward 4 x heads x head_size for each of
+                                                      the keys that a query reads on average: (S + 1) / 2, or as many
+                                                      as the flow allows
   + 3 x connection.cost(depth, width).flops           what carries information up the column
+
+With flow.schedule=swept all but the output head is computed in each of n = flow.sweeps sweeps without gradient, a third
+of a step each, and in k = flow.gradient_sweeps with: (n + 3 k) / 3 times.
 
 Not counted: embedding lookups, norms, activations, softmax, rotary positions, and everything done twice
 because of rematerialisation (the convention of arXiv:2204.02311, appendix B, but with only the causal half of
@@ -19,6 +23,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+from lmres.flow import FlowConfig, keys_per_query
 from lmres.model.config import ModelConfig
 from lmres.residual.interface import Connection
 
@@ -63,22 +68,29 @@ def matrix_parameters(model: ModelConfig) -> tuple[int, int]:
 
 
 def flops_per_token(
-    model: ModelConfig, connection: Connection, sequence: int | None = None, applications: int | None = None
+    model: ModelConfig,
+    connection: Connection,
+    sequence: int | None = None,
+    applications: int | None = None,
+    flow: FlowConfig = FlowConfig(),  # noqa: B008 - frozen
 ) -> dict[str, float]:
     """FLOPs of one training token (forward and backward): {"matrices", "attention", "connection", "total"}.
 
     sequence: tokens per row; None for ``model.context``. applications: how many blocks a token goes through;
-      None for
-    ``model.blocks``, more when blocks are used several times.
+      None for ``model.blocks``, more when blocks are used several times. flow: by default ordinary attention.
+
+    Raises ValueError when ``model.vocab_size`` is not set, or the flow does not fit so many blocks.
     """
     sequence = model.context if sequence is None else sequence
     blocks = model.blocks if applications is None else applications
     block, head = matrix_parameters(model)
     depth = blocks if connection.unit == "block" else 2 * blocks
+    keys = keys_per_query(flow.reads(blocks), sequence)
+    passes = (flow.sweeps + 3 * flow.gradient_sweeps) / 3 if flow.schedule == "swept" else 1.0
     parts = {
-        "matrices": 6.0 * (blocks * block + head),
-        "attention": 6.0 * blocks * model.heads * model.head_size * (sequence + 1),
-        "connection": 3.0 * connection.cost(depth, model.width).flops,
+        "matrices": 6.0 * (passes * blocks * block + head),
+        "attention": 12.0 * passes * blocks * model.heads * model.head_size * keys,
+        "connection": 3.0 * passes * connection.cost(depth, model.width).flops,
     }
     return parts | {"total": sum(parts.values())}
 

@@ -86,7 +86,7 @@ class Loop:
         # Counted in training batches, so that what is evaluated does not depend on how they are accumulated.
         limit = None if train.eval_batches is None else -(-train.eval_batches * train.batch_size // size)
         self.evaluate = Evaluator(eval_step, Feed(valid, mesh, size), valid, limit)
-        self._flops = flops_per_token(session.model.config, session.connection)["total"]
+        self._flops = flops_per_token(session.model.config, session.connection, flow=session.model.flow)["total"]
         self._saved: int | None = None
         self._shown_rate: float | None = None
         self._shown_use: float | None = None

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from lmres.flow import Chunks, FlowConfig, ReadSet, Term, keys_per_query, parse, reads_of
+from lmres.flow.readset import BOTTOM
 from lmres.model import ModelConfig, Transformer
 from lmres.residual.plain import Plain
 from lmres.train.flops import Throughput, flops_per_token, matrix_parameters, peak_flops, show, utilisation
@@ -130,3 +132,45 @@ def test_throughput_of_a_resumed_run_counts_from_where_it_began():
         now[0] += 1.0
         speed.update(number, 10)
     assert speed.remaining() == 7.0 and speed.rate() == 10.0
+
+
+@pytest.mark.parametrize("sequence", [1, 7, 16, 128])
+def test_ordinary_attention_is_counted_as_before_there_were_flows(sequence):
+    parts = flops_per_token(MODEL, Plain(), sequence, flow=FlowConfig("standard", schedule="parallel"))
+    assert parts["attention"] == 6.0 * 3 * 4 * 6 * (sequence + 1)
+    assert parts == flops_per_token(MODEL, Plain(), sequence)
+
+
+def test_a_flow_is_counted_by_the_keys_it_reads():
+    once = flops_per_token(MODEL, Plain())
+    deep = flops_per_token(MODEL, Plain(), flow=FlowConfig("deep"))  # the own cell, and 3 layers of all before
+    assert deep["attention"] == pytest.approx(once["attention"] * (1 + 3 * 7.5) / 8.5)
+    assert {**deep, "attention": 0, "total": 0} == {**once, "attention": 0, "total": 0}
+
+
+def test_sweeps_are_counted_for_all_but_the_head():
+    once = flops_per_token(MODEL, Plain(), flow=FlowConfig("top"))
+    swept = flops_per_token(MODEL, Plain(), flow=FlowConfig("top", schedule="swept", sweeps=1, gradient_sweeps=2))
+    head = 6 * 96 * 32
+    assert swept["total"] - head == pytest.approx((once["total"] - head) * (1 + 3 * 2) / 3)
+    assert swept["matrices"] - head == pytest.approx((once["matrices"] - head) * 7 / 3)
+
+
+READ_SETS = [
+    "standard", "map(1,1,4,2)", "block(2)", "moda", "rectangle(3)", "diagonal(-1/2)", "diagonal(2/3)", "cone(1)",
+    "cone(1/2)", "recurrent", "top", "deep", "lag(3)", "chunk(4)", "feedback",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("adopt", [None, "optional", "mandatory"])
+@pytest.mark.parametrize("kind", READ_SETS)
+def test_keys_per_query_are_those_counted_cell_by_cell(kind, adopt):
+    reads = dataclasses.replace(parse(kind), adopt=adopt).reads(4)
+    for tokens in (1, 2, 5, 13, 16):
+        assert keys_per_query(reads, tokens) == reads_of(reads, tokens).sum() / (4 * tokens)
+
+
+def test_keys_per_query_with_chunks_of_two_sizes():
+    reads = ReadSet((Term(chunks=Chunks("same", 4)), Term(low=BOTTOM, chunks=Chunks("earlier", 6), near=1)), 3, 3)
+    for tokens in (3, 12, 17):
+        assert keys_per_query(reads, tokens) == reads_of(reads, tokens).sum() / (3 * tokens)
