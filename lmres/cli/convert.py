@@ -19,9 +19,9 @@ def add(commands) -> None:
     command.add_argument("run_folder", metavar="RUN", help="folder of a run with the plain pre-norm residual")
     add_overrides(
         command,
-        "the connection (residual.kind=... and its options), and settings of the new run that differ from those of "
-        "RUN; what parameters depend on (model.*) stays. Training starts at step 0, with a fresh optimiser, a new "
-        "schedule and the data from their start",
+        "the connection (residual.kind=... and its options) or the flow (flow.kind=...), and settings of the new run "
+        "that differ from those of RUN; what parameters depend on (model.*) stays. Training starts at step 0, with a "
+        "fresh optimiser, a new schedule and the data from their start",
     )
     command.add_argument("--out", required=True, metavar="FOLDER", help="the new run; must be new or empty")
     command.add_argument(
@@ -46,8 +46,11 @@ def run(args) -> int:
     from lmres.train.convert import convert_run
     from lmres.train.progress import Reporter
 
-    if not any(word.startswith("residual.") for word in args.overrides):
-        raise CommandError("name the connection to convert to, such as residual.kind=hc (`lmres variants` lists them)")
+    if not any(word.startswith(("residual.", "flow.")) for word in args.overrides):
+        raise CommandError(
+            "name the connection to convert to, such as residual.kind=hc (`lmres variants` lists them), or the flow, "
+            "such as flow.kind='cone(1)'"
+        )
     if not args.tolerance > 0:
         raise CommandError(f"--tolerance {args.tolerance:g} must be above 0")
     source = open_run(args.run_folder, args.step)
@@ -60,7 +63,7 @@ def run(args) -> int:
     folder = Path(args.out)
     mesh = mesh_for(config.mesh, args.overrides, reporter.line)
     done = convert_run(
-        source=source.folder, step=args.step, model=config.model, residual=config.residual,
+        source=source.folder, step=args.step, model=config.model, residual=config.residual, flow=config.flow,
         optimizer=config.optimizer, schedule=config.schedule, train=config.train, mesh=mesh,
         splits=splits_of(config, args.overrides, reporter), folder=folder,
         stored_config=to_dict(config), tolerance=args.tolerance, reporter=reporter,

@@ -53,7 +53,7 @@ def run(args) -> int:
     mesh = mesh_for(config.mesh, args.overrides, reporter.line)
     # One row is enough of the training split: a short one must not stand in the way.
     splits = open_splits(config.task, config.data, config.model, 1, data_progress(reporter))
-    model = build_model(config.model, config.residual, splits, mesh)
+    model = build_model(config.model, config.residual, config.flow, splits, mesh)
     like = abstract_params(model)
     like = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

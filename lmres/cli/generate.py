@@ -80,7 +80,7 @@ def run(args) -> int:
             )
     prompts = [encoded(text, tokenizer, number) for number, text in enumerate(texts)]
     runtime.start(args.device, config.train.compilation_cache)
-    model = Transformer(config.model, config.residual)
+    model = Transformer(config.model, config.residual, flow=config.flow)
 
     def tell(line: str) -> None:
         print(line, file=sys.stderr)

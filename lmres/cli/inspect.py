@@ -30,7 +30,7 @@ def run(args) -> int:
     from lmres.cli import FAILED, OK, runtime
     from lmres.cli.output import print_json, print_table
     from lmres.cli.trained import run_folder
-    from lmres.config import RunConfig, diff, from_dict
+    from lmres.config import RunConfig, diff, flow_facts, from_dict
     from lmres.train.checkpoint import Checkpoints
     from lmres.train.run import CHECKPOINTS
 
@@ -48,6 +48,7 @@ def run(args) -> int:
     steps = sorted(configs)
     changes = {later: diff(configs[early], configs[later]) for early, later in itertools.pairwise(steps)}
     good = bool(rows) and not any(row["problem"] for row in rows)
+    facts = flow_facts(newest.flow, newest.model.blocks, newest.model.context)
     measures = measured(args.run_folder) if args.measure else None
     if args.json:
         print_json({
@@ -56,6 +57,7 @@ def run(args) -> int:
             "verified": not args.no_verify,
             "unfinished": unfinished,
             "settings": {change.key: change.new for change in settings},
+            "flow": {**vars(facts), "slope": float(facts.slope)},
             "changes": {step: [vars_of(c) for c in found] for step, found in changes.items()},
             **({"measures": measures.to_dict()} if measures else {}),
         })  # fmt: skip
@@ -74,6 +76,7 @@ def run(args) -> int:
     print("\nsettings, default -> this run:")
     for change in settings:
         print(f"  {change}")
+    print_flow(facts, newest.model)
     if measures:
         print_measures(measures)
     return OK if good else FAILED
@@ -82,6 +85,7 @@ def run(args) -> int:
 def measured(name: str):
     """``lmres.analysis.model_streams`` of a run's newest checkpoint on the first rows of its validation text."""
     from lmres.analysis import model_streams
+    from lmres.cli.errors import CommandError
     from lmres.cli.trained import open_run, restore
     from lmres.train.progress import Reporter
     from lmres.train.run import data_progress
@@ -90,8 +94,10 @@ def measured(name: str):
 
     trained, reporter = open_run(name), Reporter(label="inspect")
     config = trained.config
+    if not config.flow.is_standard:
+        raise CommandError(f"--measure follows ordinary attention; {trained.folder} has flow.kind={config.flow.kind}")
     splits = open_splits(config.task, config.data, config.model, 1, data_progress(reporter))
-    model = build_model(config.model, config.residual, splits, None)
+    model = build_model(config.model, config.residual, config.flow, splits, None)
     params, step = restore(trained, model, abstract_params(model), None, reporter.line)
     batch = next(splits.valid.eval_batches(_ROWS, 1))
     tokens, segments, positions = (batch[k][:, :_TOKENS] for k in ("inputs", "segment_ids", "positions"))
@@ -123,6 +129,23 @@ def print_measures(found) -> None:
         for i, unit in enumerate(found.units)
     ]
     print_table(("unit", "signal", "", "", "gradient", "", "", "cosine", "", ""), rows)
+
+
+def print_flow(facts, model) -> None:
+    """What attention reads and how the cells are run, as a table."""
+    print(f"\nflow over {model.blocks} layers and {model.context} tokens:")
+    rows = [
+        ("geometry", facts.geometry),
+        ("cell (t, l) reads", facts.reads),
+        ("slope", f"{facts.slope} layers per token"),
+        ("class", facts.schedule_class),
+        ("schedule", facts.schedule),
+        ("steps one after the other", f"{facts.steps:,}"),
+        ("keys per query", f"{facts.keys_per_query:,.5g}"),
+        ("source layers to cache", ", ".join(map(str, facts.cached)) or "none"),
+    ]
+    for name, value in rows:
+        print(f"  {name:<26}{value}")
 
 
 def vars_of(change) -> dict:

@@ -64,7 +64,8 @@ def restore(trained: Trained, model: Any, target: Any, step: int | None, tell) -
     """
     from lmres.train.fingerprint import architecture
 
-    shape = architecture(dataclasses.asdict(model.config), dataclasses.asdict(model.connection), target)
+    config, connection = dataclasses.asdict(model.config), dataclasses.asdict(model.connection)
+    shape = architecture(config, connection, target, model.flow)
     with Checkpoints(trained.folder / CHECKPOINTS, mode="read", report=tell) as checkpoints:
         restored = checkpoints.restore_params(target, architecture=shape, step=step)
     return restored.state, restored.step

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from lmres.config.loading import to_dict
 from lmres.config.schema import RunConfig
+from lmres.flow.config import FlowConfig
+from lmres.train.fingerprint import HOW_A_FLOW_IS_RUN
 
 ABSENT = "(absent)"  # stands for the value of a key that only the other kind of residual has
 
@@ -81,6 +83,16 @@ RESUME: tuple[Rule, ...] = (
         ("residual.*",),
         False,
         "the connection is part of the architecture; start a new run",
+    ),
+    Rule(
+        tuple(f"flow.{f.name}" for f in dataclasses.fields(FlowConfig) if f.name not in HOW_A_FLOW_IS_RUN),
+        False,
+        "what attention reads is part of the architecture; start a new run",
+    ),
+    Rule(
+        tuple(f"flow.{name}" for name in sorted(HOW_A_FLOW_IS_RUN)),
+        True,
+        "how the cells are run from here on; sweeps are near the same function, or exact if there are enough of them",
     ),
     Rule(
         ("task.*",),

@@ -71,6 +71,7 @@ def check_config(config: RunConfig, device_count: int | None = None) -> None:
         lambda: residual.check(residual_depth(model, residual), model.width),
         lambda: check_ways(residual.unit, residual.ways, model.heads_from),
         lambda: residual.fit(model.kv, model.head_size) if model.heads >= 1 else None,
+        lambda: check_flow(config),
     ):
         try:
             check()
@@ -93,6 +94,16 @@ def check_task(config: RunConfig) -> None:
     problems = [] if isinstance(config.task, Text) else _task(config)
     if problems:
         raise ConfigError(problems)
+
+
+def check_flow(config: RunConfig) -> None:
+    """The part of ``check_config`` that is about the flow, so that a file's line can be named as it is read.
+
+    Raises ValueError naming the key.
+    """
+    model = config.model
+    if model.blocks >= 1 and model.context >= 1:  # otherwise the model's own check says so
+        config.flow.check(model.blocks, model.context)
 
 
 def residual_depth(model: ModelConfig, residual: Residual) -> int:

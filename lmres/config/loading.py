@@ -12,6 +12,7 @@ from lmres.config.errors import ConfigError, nearest, shown
 from lmres.config.reading import Dumper, Tree, merge, read_file, read_overrides
 from lmres.config.schema import CompareConfig, RunConfig
 from lmres.config.validation import validate
+from lmres.flow.config import FlowConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def load_compare(
             problems.extend(error.problems)
             continue
         if isinstance(variants, list):
-            name = run.residual.name
+            name = _variant_name(run)
             if name in runs:
                 problems.append(
                     f"{here}: two variants are called {name}; write a mapping from names to settings"
@@ -106,6 +107,12 @@ def load_compare(
     if problems:
         raise ConfigError(problems)
     return compare, runs
+
+
+def _variant_name(run: RunConfig) -> str:
+    """Of a variant that was given none: its residual, and its flow where that is not the ordinary one."""
+    flow = "" if run.flow.kind == FlowConfig.kind else "-" + run.flow.kind.replace("/", ":")  # it names a folder
+    return run.residual.name + flow
 
 
 def _variants(tree: Tree) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import pydantic
 
 from lmres.data.config import DataConfig
+from lmres.flow.config import FlowConfig
 from lmres.model.config import ModelConfig
 from lmres.residual import Plain, Residual
 from lmres.sharding import MeshConfig
@@ -38,6 +39,7 @@ class RunConfig:
     residual: Annotated[Residual, pydantic.Field(discriminator="kind")] = dataclasses.field(
         default_factory=Plain
     )
+    flow: FlowConfig = dataclasses.field(default_factory=FlowConfig)
     task: Annotated[Task, pydantic.Field(discriminator="kind")] = dataclasses.field(default_factory=Text)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
@@ -59,7 +61,7 @@ class CompareConfig:
     """What a comparison adds to a run: the ``compare`` section of its file.
 
     variants: names of the compared runs. In the file: a mapping from name to the settings in which a variant
-      differs from the rest of the file, or a list of such settings, named after their residual.
+      differs from the rest of the file, or a list of such settings, named after their residual and flow.
     seeds: every variant is trained once with each, as its train.seed.
     baseline: the variant that the others are compared with; None is the first.
     """
@@ -91,7 +93,9 @@ def hints(cls: type) -> dict[str, Any]:
 
 def members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or the annotation alone."""
-    return typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    # ``Literal[...] | None`` is a typing.Union, unlike ``int | None``.
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if union else (annotation,)
 
 
 @functools.cache
@@ -111,8 +115,8 @@ def sections(cls: type = RunConfig) -> dict[str, Section]:
 def describe(annotation: Any) -> str:
     """A type in words: "integer or null"."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if isinstance(annotation, types.UnionType):
-        return " or ".join(describe(a) for a in args)
+    if len(members(annotation)) > 1:
+        return " or ".join(describe(a) for a in members(annotation))
     if origin is Literal:
         return "one of " + ", ".join(str(a) for a in args)
     if origin is tuple:

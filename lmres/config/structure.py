@@ -3,7 +3,9 @@
 import functools
 
 from lmres.config.checks import residual_depth
+from lmres.config.flows import flow_facts
 from lmres.config.schema import RunConfig
+from lmres.flow.config import FlowConfig
 from lmres.model.config import ModelConfig
 from lmres.residual import (
     MHC,
@@ -44,6 +46,7 @@ def describe_structure(config: RunConfig) -> list[str]:
         *([] if isinstance(config.task, Text) else [config.task.describe()]),
         f"{depth} {units}, {residual.name}: {structure(residual, depth)}",
         f"the connection has {size}",
+        *([] if config.flow == FlowConfig() else [_flow(config.flow, config.model)]),
         *_groups(config.optimizer, residual),
         _updates(config.train, config.model),
         _learning_rate(config.schedule, config.optimizer, config.train),
@@ -244,6 +247,14 @@ def _model(model: ModelConfig, task: Task) -> str:
         f"{model.blocks} blocks of attention and MLP = {2 * model.blocks} sub-layers of width {model.width}; "
         f"{model.heads} heads of {model.head_size}{shared}; {model.mlp} of {model.hidden}; "
         f"vocabulary {vocabulary}; context {model.context}"
+    )
+
+
+def _flow(flow: FlowConfig, model: ModelConfig) -> str:
+    facts = flow_facts(flow, model.blocks, model.context)
+    return (
+        f"attention reads {facts.geometry}, {facts.reads}: {facts.keys_per_query:.4g} keys per query; run "
+        f"{facts.schedule}, {_count(facts.steps, 'step')} one after the other for {model.context} tokens"
     )
 
 

@@ -60,4 +60,6 @@ def _docs(cls: type) -> dict[str, str]:
     for start, end in zip(starts, [*(s.start() for s in starts[1:]), None]):
         text = " ".join(cls.__doc__[start.end() : end].split("\n\n")[0].split())
         docs |= dict.fromkeys(start.group(1).split(", "), text)
-    return docs
+    # A key may also be explained by one that goes with it, which then names it as ``key``.
+    named = {name: key for key, text in docs.items() for name in re.findall(r"``(\w+)``", text)}
+    return {name: f"see {key}" for name, key in named.items() if name in hints(cls)} | docs

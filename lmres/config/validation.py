@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import pydantic
 
+from lmres.config.checks import check_flow
 from lmres.config.errors import ConfigError, nearest, shown
 from lmres.config.schema import Path, RunConfig, Section, describe, hints, members, sections
 
@@ -58,6 +59,11 @@ def validate(
                 add(*_explain(cls, values, path, item))
             seen.add(path)
         raise ConfigError(problems) from None
+    if not problems and isinstance(result, RunConfig):
+        try:
+            check_flow(result)
+        except ValueError as error:
+            add(_named(str(error)) or ("flow",), str(error))
     if problems:
         raise ConfigError(problems)
     return result
@@ -87,8 +93,7 @@ def _explain(cls: type, values: Mapping[str, Any], path: Path, item: dict[str, A
     section = sections(cls).get(name)
     if item["type"] == "value_error":  # raised by a room's own __post_init__, which names the key
         message = str(item["ctx"]["error"])
-        named = re.match(r"(\w+)\.(\w+)", message)
-        return (named.groups() if named else path), message
+        return _named(message) or path, message
     if item["type"] == "unexpected_keyword_argument":
         return path, _unknown(cls, values, path)
     if section is None:
@@ -110,6 +115,12 @@ def _explain(cls: type, values: Mapping[str, Any], path: Path, item: dict[str, A
     choices = [c for c in choices if isinstance(c, str)]
     hint = nearest(value, choices) if isinstance(value, str) else ""
     return path, f"{key}: expected {describe(annotation)}, found {shown(value)}{hint}"
+
+
+def _named(message: str) -> Path | None:
+    """The key that a message begins with."""
+    named = re.match(r"(\w+)\.(\w+)", message)
+    return named.groups() if named else None
 
 
 def _class_of(section: Section, values: Mapping[str, Any]) -> type:

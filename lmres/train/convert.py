@@ -1,8 +1,9 @@
 """A trained plain pre-norm model under another connection, its function kept.
 
 What the branches have learned is taken over as it is. The connection's own parameters are those with which it is the
-plain residual: its start, or what ``Connection.as_plain`` makes of the plain model's gains. Whether the function was
-kept is measured, on the logits, before anything is written.
+plain residual: its start, or what ``Connection.as_plain`` makes of the plain model's gains. The flow stays, and the
+ordinary one may become another, whose own parameters start. Whether the function was kept is measured, on the logits,
+before anything is written.
 
 A converted run is a new run: its folder holds a checkpoint of step 0 with a fresh optimiser, so it is trained with
 ``lmres train FOLDER --resume``, from update 0 of its schedule and from the start of its data.
@@ -25,6 +26,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from lmres.data import Splits
+from lmres.flow.config import FlowConfig
 from lmres.model import ModelConfig, Transformer
 from lmres.residual import Connection, Plain
 from lmres.sharding import param_shardings
@@ -32,7 +34,14 @@ from lmres.train.checkpoint import Checkpoints
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from lmres.train.digest import named
 from lmres.train.feed import Feed, eval_batch_size
-from lmres.train.fingerprint import CheckpointError, CheckpointMismatch, architecture, differences
+from lmres.train.fingerprint import (
+    CheckpointError,
+    CheckpointMismatch,
+    architecture,
+    differences,
+    function_of,
+    stored_architecture,
+)
 from lmres.train.optimizer import make_optimizer
 from lmres.train.progress import Reporter
 from lmres.train.run import CHECKPOINTS
@@ -75,6 +84,7 @@ def convert_run(
     step: int | None,
     model: ModelConfig,
     residual: Connection,
+    flow: FlowConfig = FlowConfig(),  # noqa: B008 - frozen
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
     train: TrainConfig,
@@ -85,7 +95,7 @@ def convert_run(
     tolerance: float = TOLERANCE,
     reporter: Reporter | None = None,
 ) -> Conversion:
-    """Writes a new run whose model is that of another run under ``residual``.
+    """Writes a new run whose model is that of another run under ``residual`` and ``flow``.
 
     Args:
       source: folder of a plain pre-norm run. step: of its checkpoint; None for the newest that can be read.
@@ -103,7 +113,7 @@ def convert_run(
     reporter = reporter or Reporter()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConversionError(f"{folder} is there already and not empty; choose another folder")
-    new = build_model(model, residual, None, mesh)
+    new = build_model(model, residual, flow, None, mesh)
     old, plain, restored = _read_plain(source, step, new, mesh, splits, reporter)
     schedule_of_run = make_schedule(schedule, train.steps)
     update = make_optimizer(optimizer, schedule_of_run, residual, abstract_params(new))
@@ -123,6 +133,8 @@ def convert_run(
     if not difference <= tolerance:
         if model.norm_eps > 1e-8:
             told += f". model.norm_eps={model.norm_eps:g} counts for more where a connection's states are smaller"
+        if old.flow != new.flow:
+            told += f". flow.kind={flow.kind} reads other cells than {old.flow.kind}: see flow.adopt and flow.bias"
         raise ConversionError(f"{residual.name} does not keep the function of {source}: {told}. Nothing was written")
     reporter.line(told)
     state = TrainState(
@@ -130,7 +142,7 @@ def convert_run(
         opt_state=jax.jit(update.init, out_shardings=shardings["opt_state"])(params),
         step=jax.device_put(jnp.zeros((), jnp.int32), shardings["step"]),
     )
-    shape = architecture(dataclasses.asdict(new.config), dataclasses.asdict(residual), like["params"])
+    shape = architecture(dataclasses.asdict(new.config), dataclasses.asdict(residual), like["params"], flow)
     meta = {
         "config": stored_config,
         "architecture": shape,
@@ -222,14 +234,14 @@ def _read_plain(source, step, new, mesh, splits, reporter):
     """(the plain model, its parameters, what was restored), compared with the new model before it is read."""
     with Checkpoints(source / CHECKPOINTS, mode="read", report=reporter.line) as checkpoints:
         meta = checkpoints.meta(step)
-        stored = meta["architecture"]
+        stored = stored_architecture(meta)
         kind, norm = (stored["residual"].get(key) for key in ("kind", "norm"))
         if (kind, norm) != ("plain", "pre"):
             said = f"residual.kind={kind}" + (f" residual.norm={norm}" if kind == "plain" else "")
             raise ConversionError(f"{source} was trained with {said}; only plain pre-norm runs can be converted")
-        old = build_model(new.config, Plain(**stored["residual"]), None, mesh)
+        old = build_model(new.config, Plain(**stored["residual"]), _flow_before(stored["flow"], new.flow), None, mesh)
         like = abstract_params(old)
-        shape = architecture(dataclasses.asdict(old.config), dataclasses.asdict(old.connection), like)
+        shape = architecture(dataclasses.asdict(old.config), dataclasses.asdict(old.connection), like, old.flow)
         changed = differences({"model": stored["model"]}, {"model": shape["model"]})
         if changed:
             raise CheckpointMismatch("a conversion changes the connection alone, and this is another model", changed)
@@ -246,6 +258,16 @@ def _read_plain(source, step, new, mesh, splits, reporter):
         restored = checkpoints.restore_params(target, architecture=shape, step=step)
     reporter.line(f"step {restored.step} of {source}: {old.connection.name}, {count(restored.state):,} parameters")
     return old, restored.state, restored
+
+
+def _flow_before(stored: dict[str, Any], flow: FlowConfig) -> FlowConfig:
+    """The flow of a checkpoint that is to go on with ``flow``: the same, or the ordinary one."""
+    changed = differences({"flow": stored}, {"flow": function_of(flow)})
+    if not changed:
+        return flow
+    if differences(stored, function_of(FlowConfig())):
+        raise CheckpointMismatch("a conversion keeps the flow, unless it is the ordinary one", changed)
+    return FlowConfig()
 
 
 def _batch(splits: Splits | None, mesh: Mesh, model: ModelConfig) -> tuple[str, dict[str, Array]]:

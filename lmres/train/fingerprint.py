@@ -3,6 +3,7 @@
 All of it is compared before anything is read: orbax loads 12 layers of 16 without a word.
 """
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
@@ -10,12 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from lmres.flow.config import FlowConfig
 from lmres.train.digest import named
 
 # Model settings that change how a model is computed or trained, but not which function its parameters make.
 NOT_ARCHITECTURE = frozenset(
     {"dtype", "scan", "remat", "attention", "dropout", "embedding_std", "weight_std"}
 )
+
+
+# The same of a flow's settings: which schedule runs the cells.
+HOW_A_FLOW_IS_RUN = frozenset({"schedule", "sweeps", "gradient_sweeps", "groups"})
 
 
 class CheckpointError(RuntimeError):
@@ -32,9 +38,13 @@ class CheckpointMismatch(CheckpointError):
 
 
 def architecture(
-    model: dict[str, Any], residual: dict[str, Any], params: Any, ignore: Collection[str] = NOT_ARCHITECTURE
+    model: dict[str, Any],
+    residual: dict[str, Any],
+    params: Any,
+    flow: FlowConfig,
+    ignore: Collection[str] = NOT_ARCHITECTURE,
 ) -> dict[str, Any]:
-    """The JSON that says which function the parameters make: model and residual config, and parameter shapes.
+    """The JSON that says which function the parameters make: model, residual and flow config, and parameter shapes.
 
     model, residual: as plain dicts. params: arrays or ShapeDtypeStructs. ignore: keys of ``model`` to leave
       out.
@@ -43,8 +53,21 @@ def architecture(
     return {
         "model": {k: v for k, v in model.items() if k not in ignore},
         "residual": residual,
+        "flow": function_of(flow),
         "params": shapes,
     }
+
+
+def stored_architecture(meta: dict[str, Any]) -> dict[str, Any]:
+    """``meta["architecture"]`` of a checkpoint. A flow, or a setting of it, that was not there yet when it was saved is
+    the ordinary one."""
+    stored = meta.get("architecture", {})
+    return {**stored, "flow": function_of(FlowConfig()) | stored.get("flow", {})} if stored else {}
+
+
+def function_of(flow: FlowConfig) -> dict[str, Any]:
+    """The settings of a flow that say which function it is."""
+    return {key: value for key, value in dataclasses.asdict(flow).items() if key not in HOW_A_FLOW_IS_RUN}
 
 
 def differences(stored: Any, current: Any, key: str = "") -> list[str]:
@@ -63,7 +86,7 @@ def differences(stored: Any, current: Any, key: str = "") -> list[str]:
 
 def check_architecture(meta: dict[str, Any], current: dict[str, Any]) -> None:
     """Raises CheckpointMismatch when ``meta["architecture"]`` of a checkpoint differs from ``current``."""
-    found = differences(meta.get("architecture", ABSENT), current)
+    found = differences(stored_architecture(meta) or ABSENT, current)
     if found:
         raise CheckpointMismatch(f"checkpoint of step {meta['step']} has another architecture", found)
 

@@ -9,13 +9,14 @@ import jax
 import yaml
 
 from lmres.data import DataConfig
+from lmres.flow.config import FlowConfig
 from lmres.model import ModelConfig
 from lmres.residual import Connection
 from lmres.sharding import MeshConfig
 from lmres.tasks import TEXT, Task
 from lmres.train.checkpoint import Checkpoints, refuse_used
 from lmres.train.config import LogConfig, OptimizerConfig, ScheduleConfig, TrainConfig
-from lmres.train.fingerprint import CheckpointMismatch, architecture, differences
+from lmres.train.fingerprint import CheckpointMismatch, architecture, differences, stored_architecture
 from lmres.train.loop import Loop, TrainResult
 from lmres.train.metrics import MetricWriter
 from lmres.train.optimizer import describe_roles
@@ -35,6 +36,7 @@ def train_run(
     name: str | None,
     model: ModelConfig,
     residual: Connection,
+    flow: FlowConfig = FlowConfig(),  # noqa: B008 - frozen
     data: DataConfig,
     task: Task = TEXT,
     optimizer: OptimizerConfig,
@@ -67,11 +69,11 @@ def train_run(
         refuse_used(folder / CHECKPOINTS)  # before data are prepared, which may take long
     reporter = reporter or Reporter(quiet=jax.process_index() != 0, log_every=train.log_every)
     session = build_session(
-        model=model, residual=residual, task=task, data=data, optimizer=optimizer, schedule=schedule, train=train,
-        mesh=mesh, devices=devices, progress=data_progress(reporter),
+        model=model, residual=residual, flow=flow, task=task, data=data, optimizer=optimizer, schedule=schedule,
+        train=train, mesh=mesh, devices=devices, progress=data_progress(reporter),
     )  # fmt: skip
     shape = architecture(
-        dataclasses.asdict(session.model.config), dataclasses.asdict(residual), session.state_like["params"]
+        dataclasses.asdict(session.model.config), dataclasses.asdict(residual), session.state_like["params"], flow
     )
     _describe(session, optimizer.kind, reporter)
     with contextlib.ExitStack() as stack:
@@ -111,7 +113,7 @@ def _start(session, checkpoints, shape, mode, weights_from, reporter):
     state = init_state(session.model, session.optimizer, session.mesh, session.train.seed)
     if weights_from is not None:
         with Checkpoints(weights_from / CHECKPOINTS, mode="read", report=reporter.line) as source:
-            found = differences(source.meta().get("architecture", {}), shape)
+            found = differences(stored_architecture(source.meta()), shape)
             refused = [line for line in found if not line.startswith(WITHOUT_PARAMETERS)]
             if refused:
                 raise CheckpointMismatch(f"{weights_from} has another architecture", refused)

@@ -8,8 +8,10 @@ import optax
 from jax.sharding import Mesh
 
 from lmres.data import DataConfig, DataError, Splits, generated_splits, load_splits
+from lmres.flow.config import FlowConfig
 from lmres.model import ModelConfig, Transformer
 from lmres.residual import Connection
+from lmres.residual.stack import no_constraint
 from lmres.sharding import MeshConfig, constrainer, make_mesh
 from lmres.tasks import TEXT, Task, Text
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
@@ -46,7 +48,9 @@ def open_splits(
     return generated_splits(task, model.context, batch_size, vocab_size=model.vocab_size)
 
 
-def build_model(model: ModelConfig, residual: Connection, splits: Splits | None, mesh: Mesh | None) -> Transformer:
+def build_model(
+    model: ModelConfig, residual: Connection, flow: FlowConfig, splits: Splits | None, mesh: Mesh | None
+) -> Transformer:
     """The model, its vocabulary taken from the data where the config leaves it open, shardings pinned on ``mesh``.
 
     Raises DataError if neither says how large the vocabulary is.
@@ -56,13 +60,14 @@ def build_model(model: ModelConfig, residual: Connection, splits: Splits | None,
         if found is None:
             raise DataError("model.vocab_size is not set, and the data do not say how large the vocabulary is")
         model = dataclasses.replace(model, vocab_size=found)
-    return Transformer(model, residual, constrainer(mesh)) if mesh is not None else Transformer(model, residual)
+    return Transformer(model, residual, no_constraint if mesh is None else constrainer(mesh), flow)
 
 
 def build_session(
     *,
     model: ModelConfig,
     residual: Connection,
+    flow: FlowConfig = FlowConfig(),  # noqa: B008 - frozen
     data: DataConfig,
     task: Task = TEXT,
     optimizer: OptimizerConfig,
@@ -74,8 +79,8 @@ def build_session(
 ) -> Session:
     """Prepares the data if need be and builds all parts; nothing is allocated on the devices.
 
-    task: what is trained on; by default the text of ``data``. devices: None for all. progress: as in
-      ``lmres.data.prepare``.
+    flow: by default ordinary attention. task: what is trained on; by default the text of ``data``. devices: None for
+      all. progress: as in ``lmres.data.prepare``.
 
     Raises ValueError (DataError among them) naming the config key and the numbers.
     """
@@ -87,7 +92,7 @@ def build_session(
             f"data.repeat=never: the training text is {there} steps of {train.batch_size} rows, and "
             f"train.steps={train.steps} asks for more; lower train.steps, or set data.repeat=epochs"
         )
-    the_model = build_model(model, residual, splits, the_mesh)
+    the_model = build_model(model, residual, flow, splits, the_mesh)
     the_schedule = make_schedule(schedule, train.steps)
     the_optimizer = make_optimizer(optimizer, the_schedule, residual, abstract_params(the_model))
     return Session(

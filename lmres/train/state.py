@@ -1,5 +1,6 @@
 """The training state: a plain dict of arrays, made straight into its shards."""
 
+import dataclasses
 from typing import Any, TypedDict
 
 import jax
@@ -21,8 +22,10 @@ class TrainState(TypedDict):
 
 
 def init_params(model: Transformer, key: jax.Array) -> Any:
-    """Fresh parameters, float32. One token is enough to make them, and too little to be split over a mesh."""
-    bare = Transformer(model.config, model.connection)
+    """Fresh parameters, float32. One token is enough to make them, and too little to be split over a mesh, or to be run
+    in chunks."""
+    flow = dataclasses.replace(model.flow, schedule="auto")
+    bare = Transformer(model.config, model.connection, flow=flow)
     return bare.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
 
 

@@ -29,6 +29,7 @@ from lmres.config import (
 from lmres.config.changes import rule_of
 from lmres.config.schema import hints, members, sections
 from lmres.data import DataConfig
+from lmres.flow import FlowConfig
 from lmres.residual import MHC, AttentionResiduals, DenseFormer, HyperConnections, Plain
 from lmres.tasks import WordProblem
 
@@ -81,7 +82,13 @@ def strategy(annotation):
     return simple[annotation] if annotation in simple else builds(annotation)
 
 
+# Any number of blocks has these; others depend on it, and are in test_flow_section.py.
+FLOWS = [FlowConfig(), FlowConfig(schedule="parallel"), FlowConfig(sweeps=7, gradient_sweeps=1, groups=4)]
+
+
 def builds(cls):
+    if cls is FlowConfig:
+        return st.sampled_from(FLOWS)
     fields = {name: strategy(annotation) for name, annotation in hints(cls).items()}
     return st.builds(cls, **(fields | LIMITED if cls is DataConfig else fields))
 

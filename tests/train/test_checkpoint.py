@@ -13,10 +13,18 @@ from checkpoint_helpers import META, filled, make_state, same, shapes_of
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from lmres.flow import FlowConfig
 from lmres.train import digest
 from lmres.train.checkpoint import Checkpoints, FolderInUse
 from lmres.train.digest import digests
-from lmres.train.fingerprint import CheckpointError, CheckpointMismatch, architecture, differences
+from lmres.train.fingerprint import (
+    CheckpointError,
+    CheckpointMismatch,
+    architecture,
+    check_architecture,
+    differences,
+    stored_architecture,
+)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +199,8 @@ def test_parameters_alone(three):
 def test_other_architecture_is_refused_with_the_differences(three):
     with Checkpoints(three, mode="read") as checkpoints:
         with pytest.raises(CheckpointMismatch) as error:
-            checkpoints.restore(shapes_of(make_state()), architecture={"model": {"width": 16, "heads": 2}})
+            other = stored_architecture(META) | {"model": {"width": 16, "heads": 2}}
+            checkpoints.restore(shapes_of(make_state()), architecture=other)
         assert error.value.differences == ["model.width: 8 -> 16", "model.heads: (absent) -> 2"]
         with pytest.raises(CheckpointMismatch) as error:
             checkpoints.restore_params(shapes_of(make_state(width=4)["params"]))
@@ -210,17 +219,26 @@ def test_other_architecture_is_refused_with_the_differences(three):
 
 def test_architecture_ignores_how_it_is_computed():
     params = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
-    a = architecture({"width": 2, "remat": "none"}, {"kind": "plain"}, params)
-    b = architecture({"width": 2, "remat": "full"}, {"kind": "plain"}, params)
+    a = architecture({"width": 2, "remat": "none"}, {"kind": "plain"}, params, FlowConfig())
+    b = architecture({"width": 2, "remat": "full"}, {"kind": "plain"}, params, FlowConfig(schedule="parallel"))
     assert differences(a, b) == []
-    c = architecture(
-        {"width": 2}, {"kind": "hc", "streams": 4}, {"w": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
-    )
+    wider = {"w": jax.ShapeDtypeStruct((2, 4), jnp.float32)}
+    c = architecture({"width": 2}, {"kind": "hc", "streams": 4}, wider, FlowConfig("deep"))
     assert differences(a, c) == [
         "residual.kind: 'plain' -> 'hc'",
         "residual.streams: (absent) -> 4",
+        "flow.kind: 'standard' -> 'deep'",
         "params.w: [2, 3] -> [2, 4]",
     ]
+
+
+def test_an_architecture_stored_before_there_were_flows_is_of_the_ordinary_one():
+    now = architecture({"width": 2}, {"kind": "plain"}, {}, FlowConfig())
+    before = {key: value for key, value in now.items() if key != "flow"}
+    check_architecture({"step": 3, "architecture": before}, now)
+    deep = architecture({"width": 2}, {"kind": "plain"}, {}, FlowConfig("deep"))
+    with pytest.raises(CheckpointMismatch, match=r"flow\.kind: 'standard' -> 'deep'"):
+        check_architecture({"step": 3, "architecture": before}, deep)
 
 
 def test_a_new_run_refuses_the_folder_of_another(folder):

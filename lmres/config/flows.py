@@ -1,0 +1,55 @@
+"""What a flow makes of a model's size, as numbers and in words."""
+
+import dataclasses
+import math
+from fractions import Fraction
+
+from lmres.flow import FlowConfig, ReadSet, keys_per_query
+
+
+@dataclasses.dataclass(frozen=True)
+class FlowFacts:
+    """Of a flow over L layers and T tokens.
+
+    geometry: its short notation. reads: the cells that cell (t, l) reads. slope: layers climbed per token, at most.
+    schedule_class: how the read set is best run exactly. schedule: how the cells are run, never "auto".
+    steps: one after the other in a forward pass, each a layer of some tokens; ordinary attention has L.
+    keys_per_query: mean over all cells. cached: source layers whose keys and values later tokens read.
+    """
+
+    geometry: str
+    reads: str
+    slope: Fraction
+    schedule_class: str
+    schedule: str
+    steps: int
+    keys_per_query: float
+    cached: tuple[int, ...]
+
+
+def flow_facts(flow: FlowConfig, layers: int, tokens: int) -> FlowFacts:
+    """What ``flow`` makes of L = ``layers`` layers and T = ``tokens`` tokens.
+
+    Raises ValueError naming the key where they do not fit.
+    """
+    reads, geometry = flow.reads(layers), flow.geometry
+    schedule = flow.resolve(reads, tokens)
+    return FlowFacts(
+        geometry=str(geometry) + (f", adoption {flow.adopt}" if flow.adopt else ""),
+        reads=geometry.equation,
+        slope=reads.slope(tokens),
+        schedule_class=reads.schedule_class(tokens),
+        schedule=schedule,
+        steps=_steps(flow, reads, schedule, tokens),
+        keys_per_query=keys_per_query(reads, tokens),
+        cached=reads.cached(tokens),
+    )
+
+
+def _steps(flow: FlowConfig, reads: ReadSet, schedule: str, tokens: int) -> int:
+    if schedule == "wavefront":
+        return reads.layers + max(1, math.ceil(reads.slope(tokens))) * (tokens - 1)
+    if schedule == "swept":
+        return reads.layers * min(flow.groups, tokens) * (flow.sweeps + flow.gradient_sweeps)
+    tiles = {"parallel": 1, "sequential": tokens, "chunked": math.ceil(tokens / reads.tile(tokens))}[schedule]
+    return reads.layers * tiles
