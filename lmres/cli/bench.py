@@ -1,4 +1,4 @@
-"""``lmres bench``: what each connection costs in time and memory, beside the plain residual."""
+"""``lmres bench``: what each connection and flow costs in time and memory, beside the plain residual."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ from lmres.cli.errors import CommandError
 from lmres.cli.options import add_device, add_overrides, config_of, is_override
 
 _EXAMPLE = """lmres bench
-lmres bench configs/small.yaml model.width=512 --variants attnres-full,hc-dynamic-4 --output bench.json"""
+lmres bench configs/small.yaml model.width=512 --variants attnres-full,hc-dynamic-4 --output bench.json
+lmres bench model.context=64 --variants plain --flow 'block(2)' --flow 'cone(1)'"""
 DEFAULTS = ("model.vocab_size=257", "train.batch_size=8")
 VARIANTS = ("denseformer-1x1", "attnres-full", "attnres-block4", "hc-dynamic-4", "mhc-4")
 
@@ -25,6 +26,12 @@ def add(commands) -> None:
         default=",".join(VARIANTS),
         metavar="A,B",
         help="names that `lmres variants` lists; default: %(default)s",
+    )
+    command.add_argument(
+        "--flow",
+        action="append",
+        metavar="KIND",
+        help="a flow.kind to time the variants with; may be repeated; default: that of CONFIG",
     )
     command.add_argument(
         "--rounds", type=int, default=7, metavar="N", help="timed steps of each (%(default)s)"
@@ -55,7 +62,7 @@ def run(args) -> int:
     if config.model.vocab_size is None:
         config = config_of(path, [DEFAULTS[0], *words])
     check_config(config)
-    variants = named(args.variants)
+    variants, flows = named(args.variants), flows_of(args.flow, config)
     if args.rounds < 1:
         raise CommandError(f"--rounds {args.rounds} must be at least 1")
     runtime.start(args.device, config.train.compilation_cache)
@@ -67,11 +74,12 @@ def run(args) -> int:
         told.append(what)
 
     batch = config.train.batch_size // config.train.accumulate
-    rows = bench(variants, config.model, batch, args.rounds, tell)
+    rows = bench(variants, config.model, batch, args.rounds, tell, flows)
     found = {
         "machine": machine(jax.devices()[:1]),
         "versions": versions(),
         "model": dataclasses.asdict(config.model),
+        "flows": [dataclasses.asdict(flow) for flow in flows],
         "batch_size": batch,
         "rounds": args.rounds,
         "rows": rows,
@@ -96,6 +104,19 @@ def run(args) -> int:
         ],
     )  # fmt: skip
     return OK
+
+
+def flows_of(kinds: list[str] | None, config) -> list:
+    """The config's flow with each of the kinds. Raises CommandError for one that does not fit the model."""
+    import dataclasses
+
+    flows = [config.flow] if kinds is None else [dataclasses.replace(config.flow, kind=kind) for kind in kinds]
+    for flow in flows:
+        try:
+            flow.check(config.model.blocks, config.model.context)
+        except ValueError as error:
+            raise CommandError(f"--flow: {error}") from None
+    return flows
 
 
 def named(names: str) -> list:

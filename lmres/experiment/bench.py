@@ -1,4 +1,4 @@
-"""Step time, memory and compile time of connections, each beside the plain residual.
+"""Step time, memory and compile time of connections and flows, each beside the plain residual with ordinary attention.
 
 Times are taken in rounds: in each round every variant makes one step, in an order that is rotated from round to round,
 and the ratio to plain is taken within the round. The reported figures are medians over rounds, so a machine whose
@@ -7,6 +7,7 @@ speed drifts moves all of them together. Memory and FLOPs are the compiler's own
 """
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lmres.flow.config import FlowConfig
 from lmres.model import ModelConfig, Transformer
 from lmres.residual import Connection, Plain
 from lmres.sharding import MeshConfig, constrainer, make_mesh
@@ -91,13 +93,24 @@ def time_in_turns(candidates: Sequence[Timed], rounds: int, tell: Callable[[str,
             done += 1
 
 
-def compile_step(model_config: ModelConfig, connection: Connection, batch_size: int, mesh=None):
+def label(connection: Connection, flow: FlowConfig) -> str:
+    """What is told apart in a comparison: the connection, and the flow where that is not the ordinary one."""
+    return connection.name if flow.is_standard else f"{connection.name}, {flow.kind}"
+
+
+def compile_step(
+    model_config: ModelConfig,
+    connection: Connection,
+    batch_size: int,
+    mesh=None,
+    flow: FlowConfig = FlowConfig(),  # noqa: B008 - frozen
+):
     """The compiled train step of a model (AdamW), nothing allocated.
 
     Returns (compiled, abstract state, model, optimizer, lower seconds, compile seconds).
     """
     mesh = make_mesh(MeshConfig(), jax.devices()[:1]) if mesh is None else mesh
-    model = Transformer(model_config, connection, constrainer(mesh))
+    model = Transformer(model_config, connection, constrainer(mesh), flow)
     schedule = make_schedule(ScheduleConfig(), 1000)
     optimizer = make_optimizer(OptimizerConfig(), schedule, connection, abstract_params(model))
     target = abstract_state(model, optimizer, mesh)
@@ -135,8 +148,10 @@ def bench(
     batch_size: int,
     rounds: int = 7,
     progress: Callable[[str, float], None] | None = None,
+    flows: Sequence[FlowConfig] = (FlowConfig(),),
 ) -> list[BenchRow]:
-    """Times one train step of each variant against the plain residual, on one device.
+    """Times one train step of each variant with each flow against the plain residual with the ordinary flow, on one
+    device.
 
     Args:
       variants: connections; plain (pre-norm) is added in front if it is not among them.
@@ -144,20 +159,25 @@ def bench(
       batch_size: sequences per step.
       rounds: timed steps per variant, after one that is not counted.
       progress: called with (what, fraction done).
+      flows: of the variants, each of which is timed with all of them.
 
     Raises: ValueError for fewer than one round.
     """
     if rounds < 1:
         raise ValueError(f"bench needs at least one round, got {rounds}")
+    first = (Plain(), FlowConfig())
     variants = [Plain(), *[v for v in variants if v != Plain()]]
+    pairs = [first, *[pair for pair in itertools.product(variants, flows) if pair != first]]
     tell = progress or (lambda what, done: None)
     candidates = []
-    for number, connection in enumerate(variants):
+    for number, (connection, flow) in enumerate(pairs):
         # Compiling and timing take about the same time each.
-        tell(f"compiling {connection.name}", 0.5 * number / len(variants))
-        compiled, _, (model, optimizer, mesh), lower, compile_ = compile_step(model_config, connection, batch_size)
+        tell(f"compiling {label(connection, flow)}", 0.5 * number / len(pairs))
+        compiled, _, (model, optimizer, mesh), lower, compile_ = compile_step(
+            model_config, connection, batch_size, flow=flow
+        )
         timed = Timed(
-            connection.name,
+            label(connection, flow),
             compiled,
             init_state(model, optimizer, mesh, 0),
             lambda seed: random_batch(batch_size, model_config.context, model_config.vocab_size, seed),

@@ -23,7 +23,7 @@ import numpy as np
 from lmres.analysis import MixingResult, model_mixing
 from lmres.config import CompareConfig, ConfigError, RunConfig, describe_structure, resumable_changes, to_dict
 from lmres.config import from_dict as config_from_dict
-from lmres.experiment.bench import Timed, batch_like, peak_bytes, random_batch, time_in_turns
+from lmres.experiment.bench import Timed, batch_like, label, peak_bytes, random_batch, time_in_turns
 from lmres.experiment.machine import machine, versions
 from lmres.experiment.report import write_report
 from lmres.experiment.result import ComparisonResult, RunResult
@@ -193,22 +193,23 @@ def _run(name: str, config: RunConfig, where: Path, mode: Mode) -> tuple[RunResu
         raise Stopped(result.stopped)
     curves = _curves(read_metrics(where), result)
     params = session.state_like["params"]
+    has_mixing = config.residual.has_matrix and config.flow.is_standard  # what is recorded is ordinary attention's
     return RunResult(
         name=name,
-        connection=config.residual.name,
+        connection=label(config.residual, config.flow),
         seed=config.train.seed,
         **curves,
         params=count(params),
         connection_params=count(params["stack"]["connection"]),
         peak_memory_bytes=_step_memory(session),
-        mixing=_mixing(session, result.state["params"]) if result is not None and config.residual.has_matrix else None,
+        mixing=_mixing(session, result.state["params"]) if result is not None and has_mixing else None,
         config=to_dict(config),
         notes=notes,
     ), session
 
 
 def _session(config: RunConfig) -> Session:
-    parts = ("model", "residual", "task", "data", "optimizer", "schedule", "train", "mesh")
+    parts = ("model", "residual", "flow", "task", "data", "optimizer", "schedule", "train", "mesh")
     return build_session(**{part: getattr(config, part) for part in parts})
 
 

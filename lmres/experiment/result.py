@@ -17,7 +17,8 @@ FORMAT = 1
 class RunResult:
     """One run. Runs of one name are seeds of one thing and are averaged.
 
-    name: what the report calls it. connection: the spec's ``name``; "plain" is the plain residual. seed: of the run.
+    name: what the report calls it. connection: the spec's ``name``, and the flow's ``kind`` after a comma if it is not
+      the ordinary one; "plain" is the plain residual with ordinary attention. seed: of the run.
     steps, seconds, train_loss: [N]; the loss in nats per token; seconds spent in training since the first step, without
       compilation and validation, so that runs can be compared at equal time.
     valid_steps, valid_bpb: [V]; bits per byte. The last value is the run's result.
@@ -58,7 +59,7 @@ class RunResult:
 
 @dataclasses.dataclass(frozen=True)
 class ComparisonResult:
-    """Runs that differ in their connection and, it is hoped, in nothing else.
+    """Runs that differ in their connection or flow and, it is hoped, in nothing else.
 
     baseline: the name of the runs that the others are set beside (``plain_baseline`` finds it); None for none.
     data, machine, versions: what to tell of each, {"label": "text"}.

@@ -19,7 +19,7 @@ COMMANDS = {
     "compare": f"config overrides {DEVICE} {FOLDER} {JSON}",
     "convert": f"run_folder overrides {DEVICE} {JSON} --out --step --tolerance",
     "variants": f"--depth --dtype {JSON} --width",
-    "bench": f"config overrides {DEVICE} {JSON} --output --rounds --variants",
+    "bench": f"config overrides {DEVICE} --flow {JSON} --output --rounds --variants",
     "data prepare": f"source overrides {JSON} --output --overwrite",
     "data show": f"store {JSON} --verify",
     "inspect": f"run_folder {DEVICE} {JSON} --measure --no-verify",
