@@ -13,6 +13,7 @@ import yaml
 from jax.sharding import AbstractMesh, AxisType
 
 from lmres.config import check_config, load_compare, load_config
+from lmres.experiment.bench import label
 from lmres.model import Transformer
 from lmres.sharding import AXES, param_shardings
 from lmres.train.optimizer import is_decayed, kind_of
@@ -33,9 +34,9 @@ def runs(path):
 def dump(name, config):
     """Lines that say what the config builds, sharded on a mesh of 2 x 2 x 2."""
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 258)  # 258: splits in two
-    params = abstract_params(Transformer(model, config.residual))
+    params = abstract_params(Transformer(model, config.residual, flow=config.flow))
     shardings = param_shardings(params, AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3))
-    yield f"{name}: {config.residual.name}, {count(params):,} parameters"
+    yield f"{name}: {label(config.residual, config.flow)}, {count(params):,} parameters"
     for (path, leaf), sharding in zip(
         jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
     ):

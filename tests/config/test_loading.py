@@ -30,13 +30,13 @@ def problems(path, *overrides, load=load_config):
     return [line.removeprefix(f"{path.parent}/") for line in caught.value.problems]
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.stem)
 def test_every_shipped_config_loads_and_holds_together(path):
     runs = load_compare(path)[1].values() if "\ncompare:" in path.read_text() else [load_config(path)]
     for run in runs:
         check_config(run)
         check_config(run, 8)
-        assert run.name == path.stem
+        assert run.name == "-".join(path.relative_to(CONFIGS).with_suffix("").parts)
 
 
 def test_quickstart_compares_all_kinds():
