@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 from lmres.flow.readset import BOTTOM, READER, TOP, Chunks, Layer, ReadSet, Term
+from lmres.flow.store import Projection, Store
 
 OWN_ROW = Term()  # the own layer of all tokens so far: what every ordinary decoder reads
 SELF = Term(far=0)
@@ -25,6 +26,7 @@ class Geometry(abc.ABC):
     kind: ClassVar[str]
     equation: ClassVar[str]  # of the read set, for tables
     source: ClassVar[str] = "own"
+    projection: ClassVar[Projection] = "producer"  # who makes the keys and values, by nature
 
     adopt: Literal["optional", "mandatory"] | None = dataclasses.field(default=None, kw_only=True)
 
@@ -44,6 +46,10 @@ class Geometry(abc.ABC):
         elif self.adopt == "mandatory":
             terms = tuple(part for term in terms for part in without_own_past(term))
         return ReadSet(terms, layers, self.source_layers(layers), str(self))
+
+    def store(self, layers: int, consumer: bool = False) -> Store:
+        """Where the keys and values that are read lie. consumer: every reader projects for itself."""
+        return Store(self.reads(layers), "consumer" if consumer else self.projection)
 
     def __str__(self) -> str:
         hidden = ("adopt", "output", "border")
@@ -193,6 +199,7 @@ class Recurrent(Geometry):
     kind = "recurrent"
     equation = "(t, l); (s, l + 1), s < t, through layer l's own projections"
     source = "Recurrent Transformer (arXiv:2604.21215)"
+    projection = "consumer"
 
     def source_layers(self, layers):
         return layers + 1
@@ -274,6 +281,7 @@ class Feedback(Geometry):
     kind = "feedback"
     equation = "one mixed memory per s < t over m = 0 .. L"
     source = "Feedback Transformer (arXiv:2002.09402)"
+    projection = "consumer"
 
     def source_layers(self, layers):
         return layers + 1
@@ -291,11 +299,17 @@ class Pool(Geometry):
     kind = "pool"
     equation = "one of k mixtures of all m = 1 .. L per s < t"
     source = "WhiteMatter (arXiv:2608.18486)"
+    projection = "channels"
 
     def terms(self, layers):
         if not 1 <= self.channels <= layers:
             raise ValueError(f"{self}: the channels must be in 1 .. {layers}, the number of layers")
         return (Term(low=TOP, high=TOP, near=1),)
+
+    def store(self, layers, consumer=False):
+        if consumer:
+            raise ValueError(f"{self}: the channels have projections of their own; no reader projects for itself")
+        return Store(self.reads(layers), self.projection, self.channels)
 
 
 GEOMETRIES: dict[str, type[Geometry]] = {

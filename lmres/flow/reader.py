@@ -1,7 +1,8 @@
 """Reading from the grid of keys and values: gathering what a tile's readers need, its transpose, and the masks.
 
-The grid is any pytree of arrays [P, B, T, ...]: P source layers of T tokens (keys and values, with [G, K] at the end).
-A tile is a group of tokens that goes through the layers together. Layers, tokens and tiles are counted from 0 here.
+The grid is any pytree of arrays [P, B, T, ...]: P slots (``lmres.flow.store``) of T tokens (keys and values, with
+[G, K] at the end). A tile is a group of tokens that goes through the layers together. Layers, slots, tokens and tiles
+are counted from 0 here.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from jax import Array
 
 from lmres.flow.lowering import Lowering, lower
 from lmres.flow.readset import ReadSet
+from lmres.flow.store import Store
 
 
 class Tokens(NamedTuple):
@@ -49,19 +51,34 @@ class Masks(NamedTuple):
 class Reader:
     """Gathers and masks for one read set.
 
-    one_tile: all tokens of the grid are one tile, so that its own layer is never gathered.
+    tokens: T, of the grid. one_tile: all of them are one tile, so that its own layer is never gathered. store: where
+    what is read lies; None for one slot per source.
     """
 
     reads: ReadSet
     tokens: int
     one_tile: bool
+    store: Store = None  # type: ignore[assignment]
+
+    def __post_init__(self):
+        if self.store is None:
+            object.__setattr__(self, "store", Store(self.reads))
 
     @property
     def lowering(self) -> Lowering:
-        return lower(self.reads, self.tokens, self.one_tile)
+        return lower(self.reads, self.tokens, self.one_tile and self.store.has_own)
 
     def _layers(self, l: Any) -> tuple[Array, Array]:
+        """Source layers of what reader ``l`` gathers, [N, V] and [W]; -1 where a place is not needed."""
         near, far = self.lowering.tables()
+        return jnp.asarray(near)[l], jnp.asarray(far)[l]
+
+    def _slots(self, l: Any) -> tuple[Array, Array]:
+        """Where these lie; 0 where a place is not needed."""
+        slot_of = np.maximum(self.store.slot_of(), 0)
+        readers = np.arange(self.reads.layers)
+        near, far = self.lowering.tables()
+        near, far = slot_of[readers[:, None, None], near], slot_of[readers[:, None], far]
         return jnp.asarray(near)[l], jnp.asarray(far)[l]
 
     def _near_tokens(self, tile: Array) -> Array:
@@ -70,27 +87,27 @@ class Reader:
 
     def gather(self, grid: Any, tile: Array, l: Any) -> Gathered:
         """What readers of layer ``l`` in ``tile`` gather."""
-        near, far = self._layers(l)
-        before = self._near_tokens(tile)
+        near, far = self._slots(l)
+        before = jnp.maximum(self._near_tokens(tile), 0)
 
         def rows(leaf):
-            return leaf[jnp.maximum(far, 0)]
+            return leaf[far]
 
         def cells(leaf):
-            return leaf[jnp.maximum(near, 0)[:, :, None], :, jnp.maximum(before, 0)[:, None, :]]
+            return leaf[near[:, :, None], :, before[:, None, :]]
 
         return Gathered(jax.tree.map(rows, grid), jax.tree.map(cells, grid))
 
     def add(self, grid: Any, gathered: Gathered, tile: Array, l: Any) -> Any:
         """The transpose of ``gather``, added to ``grid``."""
-        near, far = self._layers(l)
-        before = self._near_tokens(tile)
+        near, far = self._slots(l)
+        before = jnp.maximum(self._near_tokens(tile), 0)
 
         def one(leaf, rows, cells):
             if self.lowering.rows:
-                leaf = leaf.at[jnp.maximum(far, 0)].add(rows)
+                leaf = leaf.at[far].add(rows)
             if self.lowering.near_tokens:
-                leaf = leaf.at[jnp.maximum(near, 0)[:, :, None], :, jnp.maximum(before, 0)[:, None, :]].add(cells)
+                leaf = leaf.at[near[:, :, None], :, before[:, None, :]].add(cells)
             return leaf
 
         return jax.tree.map(one, grid, gathered.rows, gathered.near)
@@ -109,8 +126,12 @@ class Reader:
         rows = done(far[:, None], jnp.arange(self.tokens))
         return rows, done(near[:, :, None], jnp.maximum(before, 0)[:, None, :])
 
-    def masks(self, tokens: Tokens, tile: Array, l: Any) -> Masks:
-        """What readers of layer ``l`` at the tokens of ``tile`` [S] may read of what they have made and gathered."""
+    def masks(self, tokens: Tokens, tile: Array, l: Any, reads: ReadSet | None = None) -> Masks:
+        """What readers of layer ``l`` at the tokens of ``tile`` [S] may read of what they have made and gathered.
+
+        reads: a part of the reader's read set; None for all of it.
+        """
+        reads = self.reads if reads is None else reads
         near, far = self._layers(l)
         before = self._near_tokens(tile)
         position, place, segment = tokens.position, tokens.place, tokens.segment
@@ -119,7 +140,7 @@ class Reader:
 
         def allowed(s, there, other, m, axes):
             up = lambda a: a.reshape(*a.shape, *(1,) * axes)  # noqa: E731
-            ok = self.reads.allows(up(t) + 1, reader, s + 1, m + 1, up(here), there)
+            ok = reads.allows(up(t) + 1, reader, s + 1, m + 1, up(here), there)
             if segment is not None:
                 ok = ok & (up(segment[:, tile]) == other) & (other != 0)
             return ok
@@ -129,11 +150,11 @@ class Reader:
             pick = lambda a: None if a is None else axes(a[:, index])  # noqa: E731
             return pick(position), pick(place), pick(segment)
 
-        own = allowed(*of(tile, lambda a: a[:, None, :]), l, 1)
+        own = allowed(*of(tile, lambda a: a[:, None, :]), l, 1) & self.store.has_own
         everything = jnp.arange(self.tokens)
         rows = allowed(*of(everything, lambda a: a[:, None, None, :]), far[:, None], 2)
         # Cells that the tile has just made are at hand; near cells are not gathered twice.
-        in_tile = jnp.zeros(self.tokens, bool).at[tile].set(True)
+        in_tile = jnp.zeros(self.tokens, bool).at[tile].set(self.store.has_own)
         made = in_tile & (far[:, None] == l)
         rows = rows & ~made & (far[:, None] >= 0)
         if self.lowering.near_tokens:

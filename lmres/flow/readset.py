@@ -132,9 +132,7 @@ class ReadSet:
     def _check(self, term: Term) -> None:
         for end in (term.low, term.high):
             if isinstance(end.base, tuple) and len(end.base) != self.layers:
-                raise IllegalReadSet(
-                    f"{self.name}: {len(end.base)} source layers are given for {self.layers} readers"
-                )
+                raise IllegalReadSet(f"{self.name}: {len(end.base)} source layers are given for {self.layers} readers")
             for target in end.base if isinstance(end.base, tuple) else ():
                 if not 0 <= target <= self.sources:
                     raise IllegalReadSet(f"{self.name}: source layer {target} is not in 1 .. {self.sources}")
@@ -234,17 +232,22 @@ class ReadSet:
         """Steps of the wavefront schedule: L + ceil(lambda) (T - 1)."""
         return self.layers + math.ceil(self.slope(tokens)) * (tokens - 1)
 
-    def cached(self, tokens: int) -> tuple[int, ...]:
-        """The source layers whose keys and values later tokens read, in order: what a cache must keep."""
-        kept = set()
+    def pairs(self, tokens: int | None = None, nearest: int = 0) -> set[tuple[int, int]]:
+        """(l, m) for every source layer m that some cell of layer l reads at a distance of ``nearest`` or more, apart
+        from its own cell. tokens: None for any number."""
+        found = set()
         for term in self.terms:
             near, far = term.distances(tokens)
             end = self._settled(term) if far is None else min(far, self._settled(term))
-            for d in range(max(near, 1), end + 1):
+            for d in range(max(near, nearest), end + 1):
                 for l in range(1, self.layers + 1):
                     low, high = term.layers_at(l, d, self.sources)
-                    kept.update(range(low, high + 1))
-        return tuple(sorted(kept))
+                    found.update((l, m) for m in range(low, high + 1) if d > 0 or m != l)
+        return found
+
+    def cached(self, tokens: int) -> tuple[int, ...]:
+        """The source layers whose keys and values later tokens read, in order: what a cache must keep."""
+        return tuple(sorted({m for _, m in self.pairs(tokens, nearest=1)}))
 
 
 def _limit(x: Any, low: int, high: int) -> Any:

@@ -13,7 +13,7 @@ The grid is only ever appended to, so its final value holds every earlier one: t
 before each cell, walks the cells in reverse, gathers again what each one read (masks hide what came later) and adds
 the cotangents into one cotangent of the grid. Differentiating the scan would keep the grid once per cell.
 
-Legend: B batch, T tokens, U tiles, S = T / U tokens of a tile, L layers, P source layers.
+Legend: B batch, T tokens, U tiles, S = T / U tokens of a tile, L layers, P slots, R slots that a cell writes.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from lmres.flow.reader import Gathered, Reader, Tokens
@@ -34,16 +35,21 @@ class CellProgram(Protocol):
         """The state of a tile's columns from their embeddings [B, S, D]."""
 
     def keys(self, shared: Any, layer: Any, state: Any, tokens: Tokens, tile: Array, l: Any) -> Any:
-        """What the cells of layer ``l`` put into the grid at source layer l, a pytree of [B, S, ...]: made from the
-        state before them."""
+        """What the cells of layer ``l`` put into the grid (``Store.written``), a pytree of [R, B, S, ...], made from
+        the state before them; first what they read themselves. Empty where the store has no such keys."""
 
     def step(
         self, shared: Any, layer: Any, state: Any, own: Any, gathered: Gathered, tokens: Tokens, tile: Array, l: Any
     ) -> Any:
-        """The state after the cells of layer ``l``, from what they gathered and from ``own``, their ``keys``."""
+        """The state after the cells of layer ``l``, from what they gathered and from ``own``, the first of their
+        ``keys``."""
 
-    def close(self, shared: Any, state: Any) -> tuple[Array, dict[int, Any]]:
-        """The columns' outputs [B, S, D], and the entries of further source layers, by number from 0."""
+    def close(self, shared: Any, state: Any) -> Array:
+        """The columns' outputs [B, S, D]."""
+
+    def last(self, shared: Any, state: Any, tokens: Tokens, tile: Array) -> Any:
+        """What is put into the grid when the columns are done (``Store.last``), a pytree of [R, B, S, ...]; not asked
+        for where there is nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,46 +93,60 @@ class Tiles:
         x = jnp.moveaxis(x, 0, 2 if self.strided else 1)
         return x.reshape(x.shape[0], self.tokens, *x.shape[3:])
 
-    def put(self, grid: Any, entry: Any, u: Any, l: Any) -> Any:
-        """``grid`` with ``entry`` [B, S, ...] at source layer ``l`` of tile ``u``."""
+    def put(self, grid: Any, entries: Any, tile: Array, slots: Array) -> Any:
+        """``grid`` with ``entries`` [R, B, S, ...] at ``slots`` [R] of ``tile``; those below 0 are dropped."""
 
         def one(leaf, x):
             x = x.astype(leaf.dtype)
             if self.strided:
-                return leaf.at[l, :, self.tile(u)].set(jnp.moveaxis(x, 1, 0))
-            start = (l, 0, u * self.size, *[0] * (leaf.ndim - 3))
-            return jax.lax.dynamic_update_slice(leaf, x[None], start)
+                where = jnp.where(slots < 0, leaf.shape[0], slots)
+                return leaf.at[where[:, None], :, tile].set(jnp.moveaxis(x, 2, 1), mode="drop")
+            for r in range(len(slots)):
+                slot = jnp.maximum(slots[r], 0).astype(tile.dtype)
+                start = (slot, 0, tile[0], *[0] * (leaf.ndim - 3))
+                new = jnp.where(slots[r] < 0, jax.lax.dynamic_slice(leaf, start, (1, *x.shape[1:])), x[r][None])
+                leaf = jax.lax.dynamic_update_slice(leaf, new, start)
+            return leaf
 
-        return jax.tree.map(one, grid, entry)
+        return jax.tree.map(one, grid, entries) if len(slots) else grid
 
-    def take(self, grid: Any, u: Any, l: Any) -> Any:
-        """What ``put`` wrote."""
+    def take(self, grid: Any, tile: Array, slots: Array) -> Any:
+        """What ``put`` wrote; zeros where it dropped."""
 
         def one(leaf):
-            row = jax.lax.dynamic_index_in_dim(leaf, l, 0, keepdims=False)
-            return row[:, self.tile(u)]
+            found = leaf[jnp.maximum(slots, 0)][:, :, tile]
+            return jnp.where(slots.reshape(-1, *[1] * (found.ndim - 1)) < 0, 0, found)
 
-        return jax.tree.map(one, grid)
+        return jax.tree.map(one, grid) if len(slots) else ()
 
-    def read(self, grid: Any, previous: Any, u: Any, l: Any) -> Gathered:
+    def written(self, l: Any) -> Array:
+        """The slots that layer ``l`` writes, [R]."""
+        return jnp.asarray(self.reader.store.written())[l]
+
+    @property
+    def last(self) -> np.ndarray:
+        """The slots that are written when a column is done, [R]."""
+        return np.array([slot for slot, _ in self.reader.store.last()], np.int32)
+
+    def read(self, grid: Any, previous: Any, u: Any, tile: Array, l: Any) -> Gathered:
         """What cells (tile u, layer l) gather: from this sweep's grid where written, else from the previous one's."""
-        tile = self.tile(u)
         now = self.reader.gather(grid, tile, l)
         if previous is None:
             return now
-        return self._choose(now, self.reader.gather(previous, tile, l), u, l)
+        return self._choose(now, self.reader.gather(previous, tile, l), u, tile, l)
 
-    def read_transposed(self, g_grid: Any, g_previous: Any, g_gathered: Gathered, u: Any, l: Any) -> tuple[Any, Any]:
+    def read_transposed(
+        self, g_grid: Any, g_previous: Any, g_gathered: Gathered, u: Any, tile: Array, l: Any
+    ) -> tuple[Any, Any]:
         """Cotangents of both grids with that of what was read added."""
-        tile = self.tile(u)
         if g_previous is None:
             return self.reader.add(g_grid, g_gathered, tile, l), None
         none = jax.tree.map(jnp.zeros_like, g_gathered)
-        new, old = self._choose(g_gathered, none, u, l), self._choose(none, g_gathered, u, l)
+        new, old = self._choose(g_gathered, none, u, tile, l), self._choose(none, g_gathered, u, tile, l)
         return self.reader.add(g_grid, new, tile, l), self.reader.add(g_previous, old, tile, l)
 
-    def _choose(self, now: Gathered, before: Gathered, u: Any, l: Any) -> Gathered:
-        rows, near = self.reader.written(self.tile_of(), self.tile(u), u, l)
+    def _choose(self, now: Gathered, before: Gathered, u: Any, tile: Array, l: Any) -> Gathered:
+        rows, near = self.reader.written(self.tile_of(), tile, u, l)
 
         def pick(mask):
             return lambda a, b: jnp.where(mask.reshape(*mask.shape, *[1] * (a.ndim - mask.ndim)), a, b)
@@ -154,28 +174,40 @@ def run_tiles(
     return _forward(plan, shared, layers, e, grid, previous, tokens)[0]
 
 
-def _forward(plan, shared, layers, e, grid, previous, tokens):
+def extend_tiles(
+    plan: Tiles, shared: Any, layers: Any, e: Array, grid: Any, tokens: Tokens, start: Array
+) -> tuple[Array, Any]:
+    """As ``run_tiles`` for ``plan.tokens`` more tokens, from place ``start`` of a larger grid on that holds what was
+    computed before. ``tokens`` tells of all places of the grid. Not made to be differentiated."""
+    return _forward(plan, shared, layers, e, grid, None, tokens, start)[0]
+
+
+def _forward(plan, shared, layers, e, grid, previous, tokens, start=0):
     program = plan.program
 
-    def tile(grid, xs):
+    def column(grid, xs):
         e_u, u = xs
+        tile = plan.tile(u) + start
 
         def cell(carry, xs):
             state, grid = carry
             layer, l = xs
-            own = program.keys(shared, layer, state, tokens, plan.tile(u), l)
-            gathered = plan.read(grid, previous, u, l)
-            after = program.step(shared, layer, state, own, gathered, tokens, plan.tile(u), l)
-            return (after, plan.put(grid, own, u, l)), state
+            made = program.keys(shared, layer, state, tokens, tile, l)
+            gathered = plan.read(grid, previous, u, tile, l)
+            after = program.step(shared, layer, state, _own(made), gathered, tokens, tile, l)
+            return (after, plan.put(grid, made, tile, plan.written(l))), state
 
         (state, grid), before = jax.lax.scan(cell, (program.open(shared, e_u), grid), (layers, jnp.arange(plan.layers)))
-        h, entries = program.close(shared, state)
-        for l, entry in entries.items():
-            grid = plan.put(grid, entry, u, l)
-        return grid, (h, before, state)
+        if len(plan.last):
+            grid = plan.put(grid, program.last(shared, state, tokens, tile), tile, plan.last)
+        return grid, (program.close(shared, state), before, state)
 
-    grid, (h, before, last) = jax.lax.scan(tile, grid, (plan.cut(e), jnp.arange(plan.count)))
+    grid, (h, before, last) = jax.lax.scan(column, grid, (plan.cut(e), jnp.arange(plan.count)))
     return (plan.join(h), grid), (shared, layers, e, grid, previous, tokens, before, last)
+
+
+def _own(made):
+    return jax.tree.map(lambda x: x[0], made)
 
 
 def _backward(plan, saved, cotangents):
@@ -183,25 +215,30 @@ def _backward(plan, saved, cotangents):
     program, (g_h, g_grid) = plan.program, cotangents
     add = partial(jax.tree.map, jnp.add)
 
-    def tile(carry, xs):
+    def column(carry, xs):
         g_shared, g_layers, g_grid, g_previous = carry
         e_u, g_h_u, before_u, last_u, u = xs
-        (_, entries), close_vjp = jax.vjp(program.close, shared, last_u)
-        g_more, g_state = close_vjp((g_h_u, {l: plan.take(g_grid, u, l) for l in entries}))
+        tile = plan.tile(u)
+
+        def end(shared, state):
+            return program.close(shared, state), program.last(shared, state, tokens, tile) if len(plan.last) else ()
+
+        _, end_vjp = jax.vjp(end, shared, last_u)
+        g_more, g_state = end_vjp((g_h_u, plan.take(g_grid, tile, plan.last)))
         g_shared = add(g_shared, g_more)
 
         def cell(carry, xs):
             g_state, g_shared, g_grid, g_previous = carry
             layer, state, l = xs
-            gathered = plan.read(grid, previous, u, l)
+            gathered = plan.read(grid, previous, u, tile, l)
 
             def step(shared, layer, state, gathered):
-                own = program.keys(shared, layer, state, tokens, plan.tile(u), l)
-                return program.step(shared, layer, state, own, gathered, tokens, plan.tile(u), l), own
+                made = program.keys(shared, layer, state, tokens, tile, l)
+                return program.step(shared, layer, state, _own(made), gathered, tokens, tile, l), made
 
             _, step_vjp = jax.vjp(step, shared, layer, state, gathered)
-            g_more, g_layer, g_state, g_gathered = step_vjp((g_state, plan.take(g_grid, u, l)))
-            g_grid, g_previous = plan.read_transposed(g_grid, g_previous, g_gathered, u, l)
+            g_more, g_layer, g_state, g_gathered = step_vjp((g_state, plan.take(g_grid, tile, plan.written(l))))
+            g_grid, g_previous = plan.read_transposed(g_grid, g_previous, g_gathered, u, tile, l)
             return (g_state, add(g_shared, g_more), g_grid, g_previous), g_layer
 
         carry = (g_state, g_shared, g_grid, g_previous)
@@ -214,7 +251,7 @@ def _backward(plan, saved, cotangents):
     zeros = partial(jax.tree.map, jnp.zeros_like)
     start = (zeros(shared), zeros(layers), g_grid, None if previous is None else zeros(previous))
     xs = (plan.cut(e), plan.cut(g_h), before, last, jnp.arange(plan.count))
-    (g_shared, g_layers, _, g_previous), g_e = jax.lax.scan(tile, start, xs, reverse=True)
+    (g_shared, g_layers, _, g_previous), g_e = jax.lax.scan(column, start, xs, reverse=True)
     return g_shared, g_layers, plan.join(g_e), zeros(grid), g_previous, None
 
 

@@ -6,7 +6,8 @@ the T L of going cell by cell.
 
 Backward as in ``lmres.flow.tiles``: the final grid and the state before each cell are kept, and nothing else.
 
-Legend: B batch, T tokens, L layers, P source layers, J running layers, U steps. Layers, tokens and steps count from 0.
+Legend: B batch, T tokens, L layers, P slots, R slots that a cell writes, J
+running layers, U steps. Layers, tokens and steps count from 0.
 """
 
 import dataclasses
@@ -33,6 +34,8 @@ class Wavefront:
     slope: int
 
     def __post_init__(self):
+        if not self.reader.store.has_own:
+            raise ValueError(f"{self.reader.reads.name}: its channels are ready one step too late for a wavefront")
         needed = max(1, math.ceil(self.reader.reads.slope(self.tokens)))
         if self.slope < needed:
             raise ValueError(f"{self.reader.reads.name} needs a wavefront of slope {needed} or more, not {self.slope}")
@@ -65,22 +68,59 @@ class Wavefront:
         return jax.tree.map(one, states, opened)
 
     def put(self, grid: Any, entries: Any, u: Any) -> Any:
-        """``grid`` with ``entries`` [J, B, 1, ...] of the cells of step ``u``; those of no cell are dropped."""
-        token, layer, exists = self.cells(u)
+        """``grid`` with ``entries`` [J, R, B, 1, ...] of the cells of step ``u``; those of no cell are dropped."""
+        token, slots = self._where(u)
 
         def one(leaf, x):
-            layers = jnp.where(exists, layer, leaf.shape[0])
-            return leaf.at[layers, :, token].set(x[:, :, 0].astype(leaf.dtype), mode="drop")
+            where = jnp.where(slots < 0, leaf.shape[0], slots)
+            return leaf.at[where, :, token[:, None]].set(x[:, :, :, 0].astype(leaf.dtype), mode="drop")
 
-        return jax.tree.map(one, grid, entries)
+        return jax.tree.map(one, grid, entries) if slots.shape[1] else grid
 
     def take(self, grid: Any, u: Any) -> Any:
         """What ``put`` wrote; zeros for no cell."""
-        token, layer, exists = self.cells(u)
+        token, slots = self._where(u)
 
         def one(leaf):
-            x = leaf[layer, :, token][:, :, None]
-            return jnp.where(exists.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+            x = leaf[jnp.maximum(slots, 0), :, token[:, None]][:, :, :, None]
+            return jnp.where(slots.reshape(*slots.shape, *[1] * (x.ndim - 2)) < 0, 0, x)
+
+        return jax.tree.map(one, grid) if slots.shape[1] else ()
+
+    def _where(self, u: Any) -> tuple[Array, Array]:
+        """The tokens [J] and slots [J, R] that step ``u`` writes, -1 for none."""
+        token, layer, exists = self.cells(u)
+        return token, jnp.where(exists[:, None], jnp.asarray(self.reader.store.written())[layer], -1)
+
+    @property
+    def top(self) -> int:
+        """The place among the running layers of the last one."""
+        return (self.layers - 1) // self.slope
+
+    def done(self, u: Any) -> tuple[Array, Array]:
+        """The token whose column step ``u`` ends, [1], and the slots then written, [R], -1 for none."""
+        token, layer, exists = self.cells(u)
+        slots = jnp.array([slot for slot, _ in self.reader.store.last()], jnp.int32)
+        ends = exists[self.top] & (layer[self.top] == self.layers - 1)
+        return token[self.top : self.top + 1], jnp.where(ends, slots, -1)
+
+    def put_last(self, grid: Any, entries: Any, u: Any) -> Any:
+        """``grid`` with ``entries`` [R, B, 1, ...] of the column that step ``u`` ends, if any."""
+        token, slots = self.done(u)
+
+        def one(leaf, x):
+            where = jnp.where(slots < 0, leaf.shape[0], slots)
+            return leaf.at[where, :, token].set(x[:, :, 0].astype(leaf.dtype), mode="drop")
+
+        return jax.tree.map(one, grid, entries)
+
+    def take_last(self, grid: Any, u: Any) -> Any:
+        """What ``put_last`` wrote; zeros for no column."""
+        token, slots = self.done(u)
+
+        def one(leaf):
+            x = leaf[jnp.maximum(slots, 0), :, token][:, :, None]
+            return jnp.where(slots.reshape(-1, *[1] * (x.ndim - 1)) < 0, 0, x)
 
         return jax.tree.map(one, grid)
 
@@ -121,13 +161,8 @@ def _step(plan, tokens, u, shared, layers, states, own, gathered):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run_wavefront(
-    plan: Wavefront, shared: Any, layers: Any, e: Array, grid: Any, tokens: Tokens
-) -> tuple[Array, Any]:
-    """Runs all cells; arguments and results as in ``run_tiles``.
-
-    Raises ValueError where the program fills source layers beyond its own: they would come too late for a wavefront.
-    """
+def run_wavefront(plan: Wavefront, shared: Any, layers: Any, e: Array, grid: Any, tokens: Tokens) -> tuple[Array, Any]:
+    """Runs all cells; arguments and results as in ``run_tiles``."""
     return _forward(plan, shared, layers, e, grid, tokens)[0]
 
 
@@ -140,18 +175,20 @@ def _entering(plan, opened, u):
     return jax.tree.map(lambda x: x[jnp.minimum(u // plan.slope, plan.tokens - 1)], opened)
 
 
-def _last(plan):
-    """(step, place among the running layers) of each token's top cell, [T]."""
-    top = plan.layers - 1
-    return top + plan.slope * jnp.arange(plan.tokens), top // plan.slope
+def _ends(plan):
+    """The step of each token's top cell, [T]."""
+    return plan.layers - 1 + plan.slope * jnp.arange(plan.tokens)
 
 
 def _close(plan, shared, states):
     """Outputs [B, T, D] from each token's last state [T, B, 1, ...]."""
-    h, entries = jax.vmap(lambda state: plan.program.close(shared, state))(states)
-    if entries:
-        raise ValueError(f"{plan.reader.reads.name}: the output cell comes after the column; run it token by token")
+    h = jax.vmap(lambda state: plan.program.close(shared, state))(states)
     return jnp.moveaxis(h[:, :, 0], 0, 1)
+
+
+def _last(plan, tokens, u, shared, after):
+    """What the column that step ``u`` ends puts into the grid."""
+    return plan.program.last(shared, jax.tree.map(lambda x: x[plan.top], after), tokens, plan.done(u)[0])
 
 
 def _forward(plan, shared, layers, e, grid, tokens):
@@ -160,16 +197,21 @@ def _forward(plan, shared, layers, e, grid, tokens):
     def step(carry, u):
         states, grid = carry
         before = plan.enter(states, _entering(plan, opened, u), u)
-        own = _keys(plan, tokens, u, shared, layers, before)
-        grid = plan.put(grid, own, u)
-        after = _step(plan, tokens, u, shared, layers, before, own, plan.read(grid, u))
+        made = _keys(plan, tokens, u, shared, layers, before)
+        grid = plan.put(grid, made, u)
+        after = _step(plan, tokens, u, shared, layers, before, _own(made), plan.read(grid, u))
+        if plan.reader.store.last():
+            grid = plan.put_last(grid, _last(plan, tokens, u, shared, after), u)
         return (after, grid), (before, after)
 
     nothing = jax.tree.map(lambda x: jnp.zeros((plan.running, *x.shape[1:]), x.dtype), opened)
     (_, grid), (before, after) = jax.lax.scan(step, (nothing, grid), jnp.arange(plan.steps))
-    when, where = _last(plan)
-    last = jax.tree.map(lambda x: x[when, where], after)
+    last = jax.tree.map(lambda x: x[_ends(plan), plan.top], after)
     return (_close(plan, shared, last), grid), (shared, layers, e, grid, tokens, before, last)
+
+
+def _own(made):
+    return jax.tree.map(lambda x: x[:, 0], made)
 
 
 def _backward(plan, saved, cotangents):
@@ -179,22 +221,27 @@ def _backward(plan, saved, cotangents):
     _, close_vjp = jax.vjp(partial(_close, plan), shared, last)
     g_shared, g_last = close_vjp(g_h)
     opened, open_vjp = jax.vjp(partial(_opened, plan), shared, e)
-    _, where = _last(plan)
 
     def step(carry, xs):
         g_states, g_shared, g_layers, g_grid, g_opened = carry
         before_u, u = xs
         token, layer, exists = plan.cells(u)
-        ends = exists[where] & (layer[where] == plan.layers - 1)  # a token's top cell: on to ``close``
-        g_states = jax.tree.map(lambda g, top: g.at[where].add(jnp.where(ends, top[token[where]], 0)), g_states, g_last)
+        ends = exists[plan.top] & (layer[plan.top] == plan.layers - 1)  # a token's top cell: on to ``close``
+        ended = token[plan.top]
+        g_states = jax.tree.map(lambda g, top: g.at[plan.top].add(jnp.where(ends, top[ended], 0)), g_states, g_last)
         # Cells that do not exist compute something, but nobody reads it.
         g_states = jax.tree.map(lambda g: jnp.where(exists.reshape(-1, *[1] * (g.ndim - 1)), g, 0), g_states)
-        own, keys_vjp = jax.vjp(partial(_keys, plan, tokens, u), shared, layers, before_u)
-        _, step_vjp = jax.vjp(partial(_step, plan, tokens, u), shared, layers, before_u, own, plan.read(grid, u))
+        made, keys_vjp = jax.vjp(partial(_keys, plan, tokens, u), shared, layers, before_u)
+        inputs = (shared, layers, before_u, _own(made), plan.read(grid, u))
+        after, step_vjp = jax.vjp(partial(_step, plan, tokens, u), *inputs)
+        if plan.reader.store.last():
+            g_more, g_after = jax.vjp(partial(_last, plan, tokens, u), shared, after)[1](plan.take_last(g_grid, u))
+            g_shared, g_states = add(g_shared, g_more), add(g_states, g_after)
         *g_step, g_own, g_gathered = step_vjp(g_states)
         g_grid = plan.read_transposed(g_grid, g_gathered, u)
-        g_keys = keys_vjp(add(g_own, plan.take(g_grid, u)))  # the cells of this step are among its readers
-        g_more, g_layers_u, g_before = add(tuple(g_step), g_keys)
+        # The cells of this step are among the readers of what it made.
+        g_made = jax.tree.map(lambda g, own: g.at[:, 0].add(own), plan.take(g_grid, u), g_own)
+        g_more, g_layers_u, g_before = add(tuple(g_step), keys_vjp(g_made))
         enter = lambda states, opened: plan.enter(states, _entering(plan, opened, u), u)  # noqa: E731
         g_states, g_entering = jax.vjp(enter, before_u, opened)[1](g_before)
         carry = (g_states, add(g_shared, g_more), add(g_layers, g_layers_u), g_grid, add(g_opened, g_entering))

@@ -54,7 +54,7 @@ class StackProgram:
         x = self.stack.first_input(shared["connection"], state, connection, l)
         args = tokens.args(tile, jax.tree.leaves(x)[0].shape[0])
         attention = branches[0] if self.stack.connection.unit == "sublayer" else branches[0][0]
-        return self.stack.branches[0].keys(attention, x, l, args)
+        return jax.tree.map(lambda k: k[None], self.stack.branches[0].keys(attention, x, l, args))
 
     def step(self, shared, layer, state, own, gathered, tokens, tile, l):
         masks = self.reader.masks(tokens, tile, l)
@@ -78,7 +78,7 @@ class StackProgram:
 
     def close(self, shared, state):
         h, _ = self.stack.connection.close({"layers": {}, "shared": shared["connection"]}, state)
-        return h, {}
+        return h
 
 
 class Flow(nn.Module):
@@ -128,7 +128,7 @@ def run_on_grid(
     program = StackProgram(stack, reader)
     shared = {"connection": connection["shared"], "flow": own}
     layers = (stack.grouped(connection), stack.by_unit(branches))
-    shape = (reads.sources, e.shape[0], size, config.kv, config.head_size)
+    shape = (len(reader.store.slots), e.shape[0], size, config.kv, config.head_size)
     grid = KeyValues(jnp.zeros(shape, e.dtype), jnp.zeros(shape, e.dtype))
     if schedule == "wavefront":
         slope = max(1, math.ceil(reads.slope(size)))

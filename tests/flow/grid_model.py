@@ -8,6 +8,7 @@ import numpy as np
 
 from lmres.flow.attention import Cells, attend_cells
 from lmres.flow.reader import Reader, Tokens
+from lmres.flow.store import Store
 from lmres.flow.tiles import Tiles, run_tiles
 
 B, H, K, D = 2, 2, 4, 8
@@ -38,7 +39,7 @@ class Program:
         return e
 
     def keys(self, shared, layer, state, tokens, tile, l):
-        return tuple(heads(norm(state) @ layer[name]) for name in ("key", "value"))
+        return tuple(heads(norm(state) @ layer[name])[None] for name in ("key", "value"))
 
     def step(self, shared, layer, state, own, gathered, tokens, tile, l):
         query = heads(norm(state) @ layer["query"])
@@ -56,10 +57,11 @@ class Program:
         return state + jnp.tanh(norm(state) @ layer["up"]) @ layer["down"]
 
     def close(self, shared, state):
-        if self.reader.reads.sources == self.reader.reads.layers:
-            return state, {}
+        return state
+
+    def last(self, shared, state, tokens, tile):
         u = norm(state)
-        return state, {self.reader.reads.layers: (heads(u @ shared["key"]), heads(u @ shared["value"]))}
+        return heads(u @ shared["key"])[None], heads(u @ shared["value"])[None]
 
 
 def plan(reads, tokens, count, strided=False):
@@ -73,7 +75,7 @@ def one_document(tokens):
 
 
 def empty_grid(reads, tokens):
-    return tuple(jnp.zeros((reads.sources, B, tokens, H, K)) for _ in range(2))
+    return tuple(jnp.zeros((len(Store(reads).slots), B, tokens, H, K)) for _ in range(2))
 
 
 def tiled(reads, count, params, e, tokens=None, previous=None, strided=False, grid=None):
@@ -126,9 +128,14 @@ def cell_by_cell(reads, params, e, order=None):
     return jnp.stack(out, 1)
 
 
-def dense(params, e, allowed):
+def kept(reads):
+    """The sources that are read by others than their own cell, from 0."""
+    return jnp.array([m for _, m in Store(reads).slots])
+
+
+def dense(params, e, allowed, keep):
     """(outputs, grid), cell by cell over every source, masked by ``allowed`` [T, L, T, M]: one program for all read
-    sets of a size, differentiated as it is."""
+    sets of a size, differentiated as it is. The grid is that of the sources ``keep``."""
     shared, layers = params
     (T, L, _, M), batch = allowed.shape, e.shape[0]
     beta = shared["beta"]
@@ -156,4 +163,4 @@ def dense(params, e, allowed):
 
     grid = tuple(jnp.zeros((M, batch, T, H, K)) for _ in range(2))
     grid, h = jax.lax.scan(column, grid, (jnp.moveaxis(e, 1, 0), allowed, jnp.arange(T)))
-    return jnp.moveaxis(h, 0, 1), grid
+    return jnp.moveaxis(h, 0, 1), tuple(x[keep] for x in grid)

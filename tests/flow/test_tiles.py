@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid_model import B, D, H, K, cell_by_cell, dense, empty_grid, one_document, parameters, tiled
+from grid_model import B, D, H, K, cell_by_cell, dense, empty_grid, kept, one_document, parameters, tiled
 
 from lmres.flow import Tokens, parse, reads_of, sweeps_needed
 from lmres.flow.attention import Cells, attend_cells
@@ -78,7 +78,7 @@ def assert_close(got, want, rtol=1e-10):
 def test_tiles_are_the_cells_one_by_one(geometry):
     reads = made(geometry)
     params, e = parameters(L, reads.sources), embeddings()
-    want = reference(params, e, reads_of(reads, T))
+    want = reference(params, e, reads_of(reads, T), kept(reads))
     largest = max(n for n in range(1, reads.tile(T) + 1) if T % n == 0)
     for count in {T, T // largest}:
         assert_close(by_tiles(reads, count, params, e, one_document(T)), want)
@@ -91,7 +91,7 @@ def test_reference_is_cell_by_cell_in_any_order():
         lambda params, e: [cell_by_cell(reads, params, e, o) for o in (None, np.random.default_rng(3).permutation)]
     )
     as_they_come, permuted = run(params, e)
-    assert_close(quick_jit(dense)(params, e, reads_of(reads, 4))[0], as_they_come, 1e-12)
+    assert_close(quick_jit(dense)(params, e, reads_of(reads, 4), kept(reads))[0], as_they_come, 1e-12)
     assert_close(permuted, as_they_come, 1e-12)
 
 
@@ -107,7 +107,7 @@ def test_reference_is_cell_by_cell_in_any_order():
 def test_sweeps_are_exact_when_counted(geometry, groups):
     reads = made(geometry)
     params, e = parameters(L, reads.sources), embeddings()
-    _, (exact, grid) = reference(params, e, reads_of(reads, T))[0]
+    _, (exact, grid) = reference(params, e, reads_of(reads, T), kept(reads))[0]
     rng = np.random.default_rng(5)
     needed = sweeps_needed(reads, T, groups)
     each = {"deep": groups, "top": groups, "lag(2)": 2, "chunk(3)": 3, "moda": T}.get(geometry, 0)
@@ -135,7 +135,7 @@ def test_gradient_of_sweeps():
         grid, h = jax.lax.scan(once, empty_grid(reads, T), None, length=T)
         return h[-1], grid
 
-    want = reference(params, e, reads_of(reads, T))
+    want = reference(params, e, reads_of(reads, T), kept(reads))
     assert_close(quick_jit(weighted(all_sweeps))(params, e), want)
     grid = want[0][1][1]
 
@@ -149,7 +149,7 @@ def test_gradient_of_sweeps():
     assert np.abs(want[1][0][0]["key"]).max() > 1e-3
 
     # By finite differences: a key and a value read upwards.
-    at, step = (L, 0, 2, 1, 3), 1e-5
+    at, step = (0, 0, 2, 1, 3), 1e-5
     for kind in (0, 1):
         moved = [tuple(x.at[at].add(sign * step * (i == kind)) for i, x in enumerate(grid)) for sign in (1, -1)]
         up, down = ((sweep(reads, 1, params, e, g)[0] ** 2).sum() for g in moved)
@@ -217,7 +217,7 @@ def test_packed_documents(geometry, one_by_one):
         allowed[start:end, :, start:end] = reads_of(reads, n)
         if geometry.startswith("chunk"):
             allowed[start:end, :, start:end] = reads_of(reads, n + phase)[phase:, :, phase:]
-    want = reference(params, e, allowed)
+    want = reference(params, e, allowed, kept(reads))
     got = by_tiles(reads, T if one_by_one else T // reads.tile(T), params, e, Tokens(position, place, segment))
     assert_close(got, want)
 
