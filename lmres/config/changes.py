@@ -49,6 +49,11 @@ def _keys(section: str, names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names.split())
 
 
+def _flow_keys(how_it_is_run: bool) -> tuple[str, ...]:
+    names = (field.name for field in dataclasses.fields(FlowConfig))
+    return tuple(f"flow.{name}" for name in names if (name in HOW_A_FLOW_IS_RUN) == how_it_is_run)
+
+
 RESUME: tuple[Rule, ...] = (
     Rule(("name",), True, "a label"),
     Rule(
@@ -85,12 +90,12 @@ RESUME: tuple[Rule, ...] = (
         "the connection is part of the architecture; start a new run",
     ),
     Rule(
-        tuple(f"flow.{f.name}" for f in dataclasses.fields(FlowConfig) if f.name not in HOW_A_FLOW_IS_RUN),
+        _flow_keys(how_it_is_run=False),
         False,
         "what attention reads is part of the architecture; start a new run",
     ),
     Rule(
-        tuple(f"flow.{name}" for name in sorted(HOW_A_FLOW_IS_RUN)),
+        _flow_keys(how_it_is_run=True),
         True,
         "how the cells are run from here on; sweeps are near the same function, or exact if there are enough of them",
     ),

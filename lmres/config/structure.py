@@ -47,7 +47,7 @@ def describe_structure(config: RunConfig) -> list[str]:
         f"{depth} {units}, {residual.name}: {structure(residual, depth)}",
         f"the connection has {size}",
         *([] if config.flow == FlowConfig() else [_flow(config.flow, config.model)]),
-        *_groups(config.optimizer, residual),
+        *_groups(config.optimizer, residual, config.flow),
         _updates(config.train, config.model),
         _learning_rate(config.schedule, config.optimizer, config.train),
     ]
@@ -258,11 +258,11 @@ def _flow(flow: FlowConfig, model: ModelConfig) -> str:
     )
 
 
-def _groups(optimizer: OptimizerConfig, residual: Residual) -> list[str]:
+def _groups(optimizer: OptimizerConfig, residual: Residual, flow: FlowConfig) -> list[str]:
     exempt = "all" if residual.no_decay == ("*",) else ", ".join(residual.no_decay)
     lines = [
-        f"weight decay {optimizer.weight_decay:g} on matrices and embeddings; exempt: the norms' gains, and of "
-        f"the connection's parameters {exempt}"
+        f"weight decay {optimizer.weight_decay:g} on matrices and embeddings; exempt: the norms' gains,"
+        f"{'' if flow.is_standard else ' the parameters of the flow,'} and of the connection's parameters {exempt}"
     ]
     if optimizer.kind == "muon":
         lines.append("Muon updates the branches' matrices, AdamW all the rest")

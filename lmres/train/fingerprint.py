@@ -21,7 +21,7 @@ NOT_ARCHITECTURE = frozenset(
 
 
 # The same of a flow's settings: which schedule runs the cells.
-HOW_A_FLOW_IS_RUN = frozenset({"schedule", "sweeps", "gradient_sweeps", "groups"})
+HOW_A_FLOW_IS_RUN = frozenset({"schedule", "sweeps", "gradient_sweeps", "groups", "start"})
 
 
 class CheckpointError(RuntimeError):

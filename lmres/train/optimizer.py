@@ -7,6 +7,7 @@ number of axes: layers are stacked along a leading axis, so a stacked gain [Bk, 
     matrix       yes                             yes, but for the output head
     embedding    yes                             no
     gain         no                              no
+    flow         no                              no
     connection   as ``connection.no_decay`` says no; learning rate times ``connection.lr_multipliers[name]``
 
 One update, for gradient g, peak rate lr, schedule s(step):
@@ -32,7 +33,7 @@ from lmres.residual.interface import Connection
 from lmres.train.config import OptimizerConfig
 from lmres.train.schedule import Schedule
 
-Role = Literal["embedding", "matrix", "gain", "connection"]
+Role = Literal["embedding", "matrix", "gain", "flow", "connection"]
 
 MUON_RMS = 0.2
 
@@ -84,6 +85,8 @@ def kind_of(path: tuple[Any, ...]) -> Kind:
     for key in ("/".join(names[-2:]), f"*/{names[-1]}"):
         if key in ROLES:
             return ROLES[key]
+    if "cells" in names:  # the flow's own: biases and gates of attention
+        return Kind("flow")
     where = "/".join(names)
     raise ValueError(f"parameter {where} has no role: add its path to ROLES in lmres/train/optimizer.py")
 
@@ -93,7 +96,7 @@ def is_decayed(path: tuple[Any, ...], no_decay: tuple[str, ...]) -> bool:
     role = kind_of(path).role
     if role == "connection":
         return "*" not in no_decay and connection_name(path_names(path)) not in no_decay
-    return role != "gain"
+    return role not in ("gain", "flow")
 
 
 def _map(f: Callable[[tuple[Any, ...]], Any], params: Any) -> Any:

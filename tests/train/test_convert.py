@@ -130,7 +130,7 @@ def convert(text, source, folder, connection, devices=1, step=None, splits=True,
         source=source, step=step, folder=folder, stored_config=stored, tolerance=tolerance,
         mesh=make_mesh(MeshConfig(), jax.devices()[:devices]), reporter=Reporter(quiet=True),
         splits=load_splits(parts["data"], parts["model"].context, 1) if splits else None,
-        **{k: parts[k] for k in ("model", "residual", "optimizer", "schedule", "train")},
+        **{k: parts[k] for k in ("model", "residual", "flow", "optimizer", "schedule", "train")},
     )  # fmt: skip
     return done, parts
 

@@ -10,6 +10,7 @@ import pytest
 from variants import KINDS, draw, name, slow_but
 
 from lmres.data import DataConfig
+from lmres.flow import FlowConfig
 from lmres.model import ModelConfig, Transformer
 from lmres.residual import MHC, AttentionResiduals, MUDDFormer, Plain
 from lmres.sharding import MeshConfig, make_mesh
@@ -63,6 +64,7 @@ def sections(text, **changes):
         "name": "test",
         "model": ModelConfig(width=16, blocks=2, heads=2, context=16, mlp_hidden=24),
         "residual": Plain(),
+        "flow": FlowConfig(),
         "data": DataConfig(train=str(text / "text.jsonl"), cache_dir=str(text / "cache")),
         "optimizer": OptimizerConfig(learning_rate=1e-2),
         "schedule": ScheduleConfig(warmup=0.1),
