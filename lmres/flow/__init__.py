@@ -4,9 +4,7 @@
 ``geometry`` names the known read sets. ``counting`` counts cells one by one: critical path, sweeps, keys per query.
 ``lowering`` turns a read set into index tables, ``reader`` gathers by them and masks, ``attention`` is the softmax over
 cells. ``tiles`` and ``wavefront`` are the schedules, each with one compiled body and its own backward pass.
-``config`` is a model's flow as a setting. ``recurrent``, ``feedback`` and ``pool``, and output cells, are described
-here and can be counted, but ``lmres.model`` cannot run them yet; nor can it go on from a cache with any flow but the
-ordinary one.
+``store`` says where keys and values lie. ``config`` is a model's flow as a setting.
 
 May import: ops, numpy, jax. Knows nothing of residual connections, of the model, or of meshes.
 """
@@ -16,7 +14,8 @@ from lmres.flow.counting import critical_path, exact_prefix, keys_per_query, rea
 from lmres.flow.geometry import GEOMETRIES, Geometry, parse
 from lmres.flow.reader import Reader, Tokens
 from lmres.flow.readset import Chunks, IllegalReadSet, Layer, ReadSet, Term
-from lmres.flow.tiles import CellProgram, Tiles, run_tiles
+from lmres.flow.store import Store
+from lmres.flow.tiles import CellProgram, Tiles, extend_tiles, run_tiles
 from lmres.flow.wavefront import Wavefront, run_wavefront
 
 __all__ = [
@@ -29,12 +28,14 @@ __all__ = [
     "Layer",
     "ReadSet",
     "Reader",
+    "Store",
     "Term",
     "Tiles",
     "Tokens",
     "Wavefront",
     "critical_path",
     "exact_prefix",
+    "extend_tiles",
     "keys_per_query",
     "parse",
     "reads_of",

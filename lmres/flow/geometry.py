@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 from lmres.flow.readset import BOTTOM, READER, TOP, Chunks, Layer, ReadSet, Term
-from lmres.flow.store import Projection, Store
+from lmres.flow.store import Projection
 
 OWN_ROW = Term()  # the own layer of all tokens so far: what every ordinary decoder reads
 SELF = Term(far=0)
@@ -46,10 +46,6 @@ class Geometry(abc.ABC):
         elif self.adopt == "mandatory":
             terms = tuple(part for term in terms for part in without_own_past(term))
         return ReadSet(terms, layers, self.source_layers(layers), str(self))
-
-    def store(self, layers: int, consumer: bool = False) -> Store:
-        """Where the keys and values that are read lie. consumer: every reader projects for itself."""
-        return Store(self.reads(layers), "consumer" if consumer else self.projection)
 
     def __str__(self) -> str:
         hidden = ("adopt", "output", "border")
@@ -306,10 +302,30 @@ class Pool(Geometry):
             raise ValueError(f"{self}: the channels must be in 1 .. {layers}, the number of layers")
         return (Term(low=TOP, high=TOP, near=1),)
 
-    def store(self, layers, consumer=False):
-        if consumer:
-            raise ValueError(f"{self}: the channels have projections of their own; no reader projects for itself")
-        return Store(self.reads(layers), self.projection, self.channels)
+
+@dataclasses.dataclass(frozen=True)
+class PerHead(Geometry):
+    """The heads are shared out evenly, and each share reads by a geometry of its own: ``standard + cone(1)``.
+
+    parts: all with the same number of source layers, whose layers project for all readers.
+    """
+
+    parts: tuple[Geometry, ...]
+
+    kind = "per head"
+    equation = "that of the head's own part"
+
+    def source_layers(self, layers):
+        found = {part.source_layers(layers) for part in self.parts}
+        if len(found) > 1 or any(part.projection != "producer" for part in self.parts):
+            raise ValueError(f"{self}: only geometries that read the layers' own keys can share the heads")
+        return found.pop()
+
+    def terms(self, layers):
+        return tuple(term for part in self.parts for term in part.terms(layers))
+
+    def __str__(self):
+        return " + ".join(map(str, self.parts))
 
 
 GEOMETRIES: dict[str, type[Geometry]] = {
@@ -319,18 +335,22 @@ GEOMETRIES: dict[str, type[Geometry]] = {
 
 
 def parse(text: str) -> Geometry:
-    """The geometry of a short notation: ``standard``, ``block(2)``, ``diagonal(-1/2)``, ``map(1,1,3,3)``, ``top``.
+    """The geometry of a short notation: ``standard``, ``block(2)``, ``diagonal(-1/2)``, ``map(1,1,3,3)``, ``top``; with
+    ``+`` between several, each is read by its share of the heads.
 
     Raises ValueError that says what would be right.
     """
+    parts = re.split(r"\+(?![^()]*\))", text)
+    return _parse_one(text) if len(parts) == 1 else PerHead(tuple(map(_parse_one, parts)))
+
+
+def _parse_one(text: str) -> Geometry:
     found = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
     if not found or found[1] not in GEOMETRIES:
         raise ValueError(f"{text!r} is no geometry; write one of {', '.join(GEOMETRIES)}, such as diagonal(-1/2)")
     cls = GEOMETRIES[found[1]]
     given = [part.strip() for part in found[2].split(",")] if found[2] else []
-    wanted = [
-        f for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in ("adopt",)
-    ]
+    wanted = [f for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in ("adopt",)]
     if cls is Map:
         return Map(tuple(_number(text, part, int) for part in given))
     if len(given) != len(wanted):

@@ -1,122 +1,61 @@
-"""The transformer's blocks as a program for the token x layer grid (``lmres.flow``).
+"""Running the transformer's blocks over the token x layer grid: the schedules, and going on from a cache.
 
-A copy of the stack is a layer of the grid: the connection's state of a token is its column, attention's keys and values
-are the cells, and attention reads what the flow allows.
-
-Legend: B batch, S tokens of a tile, T tokens, L blocks, M source layers, G key/value heads, K head size.
+Legend: B batch, T tokens, S new tokens, D width, P slots of the grid, G key/value heads, K head size.
 """
 
 import dataclasses
 import math
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lmres.flow import Reader, Tiles, Wavefront, run_tiles, run_wavefront
-from lmres.flow.attention import Cells, attend_cells
-from lmres.flow.config import FlowConfig
+from lmres.flow import FlowConfig, Reader, Tiles, Wavefront, extend_tiles, run_tiles, run_wavefront
+from lmres.flow.geometry import Standard
+from lmres.model.cells import BlockProgram, GridTokens, writers_of
 from lmres.model.config import ModelConfig
-from lmres.model.layers import Args, KeyValues
+from lmres.model.layers import KeyValues
 from lmres.residual.stack import Stack
 
 
-class GridTokens(NamedTuple):
-    """As ``lmres.flow.Tokens``, with the key of dropout (raw key data, or None)."""
-
-    position: Array
-    place: Array
-    segment: Array | None = None
-    dropout_key: Array | None = None
-
-    def args(self, tile: Array, batch: int) -> Args:
-        """The branches' arguments for the tokens of ``tile`` [S]."""
-        position = self.position[:, tile]
-        position = jnp.broadcast_to(position, (batch, position.shape[1]))
-        return Args(position, dropout_key=self.dropout_key, tokens=tile)
-
-
-@dataclasses.dataclass(frozen=True)
-class StackProgram:
-    """A ``CellProgram``: shared is {"connection": ..., "flow": ...}, layers (the connection's, the units')."""
+class Grid(NamedTuple):
+    """A model on the grid: the stack with the connection's and the branches' parameters, the flow with its own."""
 
     stack: Stack
-    reader: Reader
-
-    def open(self, shared, e):
-        connection = {"layers": {}, "shared": shared["connection"]}
-        return self.stack.pin(self.stack.connection.open(connection, e, self.stack.depth))
-
-    def keys(self, shared, layer, state, tokens, tile, l):
-        connection, branches = layer
-        x = self.stack.first_input(shared["connection"], state, connection, l)
-        args = tokens.args(tile, jax.tree.leaves(x)[0].shape[0])
-        attention = branches[0] if self.stack.connection.unit == "sublayer" else branches[0][0]
-        return jax.tree.map(lambda k: k[None], self.stack.branches[0].keys(attention, x, l, args))
-
-    def step(self, shared, layer, state, own, gathered, tokens, tile, l):
-        masks = self.reader.masks(tokens, tile, l)
-        bias = shared["flow"].get("bias")
-
-        def attend(query, _):
-            own_bias, row_bias, near_bias = (None, None, None) if bias is None else (
-                bias[l][l], bias[l][masks.row_layers][:, None], bias[l][masks.near_layers]
-            )  # fmt: skip
-            cells = (
-                Cells(*own, masks.own, own_bias),
-                Cells(*gathered.rows, masks.rows, row_bias),
-                Cells(*gathered.near, masks.near, near_bias),
-            )
-            return attend_cells(query, cells)
-
-        connection, branches = layer
-        args = tokens.args(tile, own.key.shape[0])
-        inputs = self.stack.by_unit((attend, ()))
-        return self.stack.copy(shared["connection"], state, connection, branches, l, args, inputs)[0]
-
-    def close(self, shared, state):
-        h, _ = self.stack.connection.close({"layers": {}, "shared": shared["connection"]}, state)
-        return h
-
-
-class Flow(nn.Module):
-    """The flow's own parameters: the logit bias [L, M]."""
-
+    connection: Any
+    branches: Any
     flow: FlowConfig
-    layers: int
+    config: ModelConfig
+    own: Any
 
-    @nn.compact
-    def __call__(self) -> dict[str, Array]:
-        if self.flow.bias is None:
-            return {}
-        sources = self.flow.reads(self.layers).sources
+    def parameters(self) -> tuple[Any, Any]:
+        """(shared, layers) for ``BlockProgram``."""
+        writers, last = writers_of(self.flow.store(self.config.blocks), self.branches[0], self.own.get("output"))
+        shared = {"connection": self.connection["shared"], "flow": self.own, "writers": last}
+        return shared, (self.stack.grouped(self.connection), self.stack.by_unit(self.branches), writers)
 
-        def start(_):
-            return jnp.full((self.layers, sources), self.flow.bias, jnp.float32).at[
-                jnp.arange(self.layers), jnp.arange(self.layers)
-            ].set(0.0)  # fmt: skip
+    def reader(self, tokens: int, one_tile: bool) -> Reader:
+        """The flow's reader over a grid of ``tokens`` tokens."""
+        blocks = self.config.blocks
+        return Reader(self.flow.reads(blocks), tokens, one_tile, self.flow.store(blocks))
 
-        return {"bias": self.param("bias", start)}
+    def program(self, reader: Reader) -> BlockProgram:
+        return BlockProgram(self.stack, reader, self.flow, self.config)
+
+    def tiles(self, reader: Reader, tokens: int, count: int, strided: bool = False) -> Tiles:
+        return Tiles(self.program(reader), reader, self.config.blocks, tokens, count, strided)
+
+    def empty(self, batch: int, tokens: int, dtype: Any) -> KeyValues:
+        """Keys and values of nothing, [P, B, T, G, K]."""
+        shape = (len(self.flow.store(self.config.blocks).slots), batch, tokens, self.config.kv, self.config.head_size)
+        return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
-def run_on_grid(
-    stack: Stack,
-    connection: Any,
-    branches: Any,
-    flow: FlowConfig,
-    config: ModelConfig,
-    own: Any,
-    e: Array,
-    tokens: GridTokens,
-) -> Array:
-    """The stack over the grid: embeddings [B, T, D] to outputs [B, T, D].
-
-    connection, branches: the stack's parameters; own: the flow's.
-    """
-    count = e.shape[1]
-    reads = flow.reads(stack.repeats)
+def run_on_grid(model: Grid, e: Array, tokens: GridTokens) -> tuple[Array, KeyValues]:
+    """Embeddings [B, T, D] to the columns' outputs [B, T, D], and the grid [P, B, T, G, K]."""
+    flow, count, blocks = model.flow, e.shape[1], model.config.blocks
+    reads = flow.reads(blocks)
     schedule = flow.resolve(reads, count)
     tiles = {"parallel": 1, "swept": flow.groups, "sequential": count, "wavefront": count}.get(schedule)
     if tiles is None:
@@ -124,30 +63,59 @@ def run_on_grid(
     # Tokens that fill the last tile come after all others, so nobody reads them.
     size = tiles * math.ceil(count / tiles)
     e, tokens = _filled(e, tokens, size - count)
-    reader = Reader(reads, size, one_tile=tiles == 1)
-    program = StackProgram(stack, reader)
-    shared = {"connection": connection["shared"], "flow": own}
-    layers = (stack.grouped(connection), stack.by_unit(branches))
-    shape = (len(reader.store.slots), e.shape[0], size, config.kv, config.head_size)
-    grid = KeyValues(jnp.zeros(shape, e.dtype), jnp.zeros(shape, e.dtype))
+    shared, layers = model.parameters()
+    grid = model.empty(e.shape[0], size, e.dtype)
+    reader = model.reader(size, one_tile=tiles == 1)
     if schedule == "wavefront":
         slope = max(1, math.ceil(reads.slope(size)))
-        h, _ = run_wavefront(Wavefront(program, reader, stack.repeats, size, slope), shared, layers, e, grid, tokens)
+        plan = Wavefront(model.program(reader), reader, blocks, size, slope)
+        h, grid = run_wavefront(plan, shared, layers, e, grid, tokens)
+    elif schedule == "swept":
+        plan = model.tiles(reader, size, tiles, strided=True)
+        h, grid = _swept(plan, flow, _first_grid(model, shared, layers, e, grid, tokens), shared, layers, e, tokens)
     else:
-        plan = Tiles(program, reader, stack.repeats, size, tiles, strided=schedule == "swept")
-        if schedule == "swept":
-            h = _swept(plan, flow, shared, layers, e, grid, tokens)
-        else:
-            h, _ = run_tiles(plan, shared, layers, e, grid, None, tokens)
-    return h[:, :count]
+        h, grid = run_tiles(model.tiles(reader, size, tiles), shared, layers, e, grid, None, tokens)
+    return h[:, :count], jax.tree.map(lambda x: x[:, :, :count], grid)
 
 
-def _swept(plan, flow, shared, layers, e, grid, tokens):
-    """Outputs of the last sweep; only the last ``gradient_sweeps`` are differentiated."""
+def extend_on_grid(model: Grid, e: Array, grid: KeyValues, tokens: GridTokens, start: Array) -> tuple[Array, KeyValues]:
+    """Outputs [B, S, D] of S more tokens from place ``start`` of the grid on, and the grid with them in it.
+
+    tokens: of all places of the grid, [B, T] each.
+    """
+    count, size = e.shape[1], grid.key.shape[2]
+    parallel = model.flow.reads(model.config.blocks).slope(size) == 0 and model.flow.store(model.config.blocks).has_own
+    plan = model.tiles(model.reader(size, one_tile=False), count, 1 if parallel else count)
+    return extend_tiles(plan, *model.parameters(), e, grid, tokens, start)
+
+
+def _first_grid(model: Grid, shared, layers, e, grid, tokens):
+    """What the first sweep reads where nothing is computed yet."""
+    if model.flow.start == "zeros":
+        return grid
+    blocks = model.config.blocks
+    row = dataclasses.replace(model.flow.reads(blocks), terms=Standard().terms(blocks))
+    reader = Reader(row, e.shape[1], one_tile=True, store=model.flow.store(blocks))
+    program = dataclasses.replace(model.program(reader), row_only=True)
+    plan = Tiles(program, reader, blocks, e.shape[1], 1)
+    if model.flow.start == "plain":
+        return run_tiles(plan, shared, layers, e, grid, None, tokens)[1]
+    column, tile = program.open(shared, e), plan.tile(0)
+
+    def write(grid, xs):
+        layer, l = xs
+        return plan.put(grid, program.keys(shared, layer, column, tokens, tile, l), tile, plan.written(l)), None
+
+    grid, _ = jax.lax.scan(write, grid, (layers, jnp.arange(plan.layers)))
+    return plan.put(grid, program.last(shared, column, tokens, tile), tile, plan.last) if len(plan.last) else grid
+
+
+def _swept(plan, flow, grid, shared, layers, e, tokens):
+    """Outputs and grid of the last sweep; only the last ``gradient_sweeps`` are differentiated."""
 
     def sweep(shared, layers, e):
         def one(previous, _):
-            h, after = run_tiles(plan, shared, layers, e, grid, previous, tokens)
+            h, after = run_tiles(plan, shared, layers, e, jax.tree.map(jnp.zeros_like, grid), previous, tokens)
             return after, h
 
         return one
@@ -155,8 +123,8 @@ def _swept(plan, flow, shared, layers, e, grid, tokens):
     fixed = jax.lax.stop_gradient((shared, layers, e))
     previous, _ = jax.lax.scan(lambda p, _: (sweep(*fixed)(p, None)[0], None), grid, None, length=flow.sweeps)
     previous = jax.lax.stop_gradient(previous)
-    _, h = jax.lax.scan(sweep(shared, layers, e), previous, None, length=flow.gradient_sweeps)
-    return h[-1]
+    previous, h = jax.lax.scan(sweep(shared, layers, e), previous, None, length=flow.gradient_sweeps)
+    return h[-1], previous
 
 
 def _filled(e, tokens: GridTokens, more: int):

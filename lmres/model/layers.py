@@ -159,7 +159,12 @@ class SubLayer(nn.Module):
 
 
 class Attention(SubLayer):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions.
+
+    own_keys: False where all that is read is made elsewhere; the layer then has no projections for it.
+    """
+
+    own_keys: bool = True
 
     @nn.compact
     def __call__(
@@ -179,8 +184,10 @@ class Attention(SubLayer):
         and values as they are used, [B, S, G, K].
         """
         c = self.config
-        query, new, own = self._project(x, args)
-        width = self._first(x).shape[-1]
+        entered = self._enter(x)
+        query = self._query(entered[0], args)
+        new, own = self._keys(entered, x, args) if self.own_keys else (None, None)
+        width = entered[0].shape[-1]
         if callable(past):
             y = past(query, new)
         elif past is None:
@@ -199,42 +206,41 @@ class Attention(SubLayer):
     @nn.compact
     def keys(self, x: Array | tuple[Array, ...] | Exchange, args: Args) -> KeyValues:
         """The layer's new keys and values alone, [B, S, G, K]."""
-        return self._project(x, args)[1]
+        return self._keys(self._enter(x), x, args)[0]
 
-    def _first(self, x):
-        x = x.x if isinstance(x, Exchange) else x
-        return x if self.ways == 1 else x[0]
+    def _enter(self, x) -> tuple[Array, Array, Array]:
+        """The normed inputs of query, key and value."""
+        x = self.enter(x.x if isinstance(x, Exchange) else x)
+        return (x, x, x) if self.ways == 1 else x
 
-    def _project(self, x, args: Args) -> tuple[Array, KeyValues, KeyValues]:
-        """The query, the keys and values as they are used, and the layer's own, before positions and other layers'."""
-        exchange = x if isinstance(x, Exchange) else None
-        first = self._first(x)
-        x = exchange.x if exchange else x
-        c, width, dtype = self.config, first.shape[-1], first.dtype
-        heads, groups, size = c.heads, c.kv, c.head_size
-        init = fan_in(c.weight_std)
-        projected = c.heads_from == "projections"
-        if projected:
-            w_query = self.param("query", init, (width, heads, size)).astype(dtype)
-            w_key = self.param("key", init, (width, groups, size)).astype(dtype)
-            w_value = self.param("value", init, (width, groups, size)).astype(dtype)
+    def _query(self, x: Array, args: Args) -> Array:
+        c = self.config
+        if c.heads_from == "projections":
+            shape = (x.shape[-1], c.heads, c.head_size)
+            query = jnp.einsum("bsd,dhk->bshk", x, self.param("query", fan_in(c.weight_std), shape).astype(x.dtype))
+        else:
+            query = x.reshape(*x.shape[:2], c.heads, c.head_size)
+        if c.qk_norm:
+            query = RMSNorm(c.norm_eps, name="query_norm")(query)
+        return rotate(query, args.position, c.rope_base)
 
-        x = self.enter(x)
-        x_query, x_key, x_value = (x, x, x) if self.ways == 1 else x
-        if projected:
-            query = jnp.einsum("bsd,dhk->bshk", x_query, w_query)
+    def _keys(self, entered: tuple[Array, Array, Array], x: Any, args: Args) -> tuple[KeyValues, KeyValues]:
+        """The keys and values as they are used, and the layer's own, before positions and other layers'."""
+        c, (_, x_key, x_value) = self.config, entered
+        if c.heads_from == "projections":
+            shape, dtype = (x_key.shape[-1], c.kv, c.head_size), x_key.dtype
+            w_key = self.param("key", fan_in(c.weight_std), shape).astype(dtype)
+            w_value = self.param("value", fan_in(c.weight_std), shape).astype(dtype)
             key = jnp.einsum("bsd,dgk->bsgk", x_key, w_key)
             value = jnp.einsum("bsd,dgk->bsgk", x_value, w_value)
         else:
-            query, key, value = (a.reshape(*a.shape[:2], heads, size) for a in (x_query, x_key, x_value))
+            key, value = (a.reshape(*a.shape[:2], c.kv, c.head_size) for a in (x_key, x_value))
         own = KeyValues(key, value)
-        if exchange:
-            key, value = mixed(key, exchange.key), mixed(value, exchange.value)
+        if isinstance(x, Exchange):
+            key, value = mixed(key, x.key), mixed(value, x.value)
         if c.qk_norm:
-            query = RMSNorm(c.norm_eps, name="query_norm")(query)
             key = RMSNorm(c.norm_eps, name="key_norm")(key)
-        query = rotate(query, args.position, c.rope_base)
-        return query, KeyValues(rotate(key, args.position, c.rope_base), value), own
+        return KeyValues(rotate(key, args.position, c.rope_base), value), own
 
 
 def mixed(own: Array, mix: Mix | None) -> Array:

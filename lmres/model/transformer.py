@@ -13,8 +13,9 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from lmres.flow.config import FlowConfig
+from lmres.model.cells import Flow, GridTokens
 from lmres.model.config import ModelConfig, check_ways
-from lmres.model.grid import Flow, GridTokens, run_on_grid
+from lmres.model.grid import Grid, extend_on_grid, run_on_grid
 from lmres.model.layers import MLP, Args, Attention, KeyValues, RMSNorm
 from lmres.residual import Connection
 from lmres.residual.linen import ResidualStack
@@ -30,13 +31,14 @@ class AttentionBranch:
 
     def init(self, key, x):
         args = Args(jnp.zeros(jax.tree.leaves(x)[0].shape[:2], jnp.int32))
-        return self.module.init(key, x, 0, args).get("params", {})  # none where heads are cut from the input
+        past = None if self.module.own_keys else lambda query, _: query
+        return self.module.init(key, x, 0, args, past).get("params", {})  # none where heads are cut from the input
 
     def __call__(self, params_i, x, i, args, inputs_i):
         return self.module.apply({"params": params_i}, x, i, args, inputs_i or None)
 
-    def keys(self, params_i, x, i, args):
-        """The keys and values of block ``i`` alone."""
+    def keys(self, params_i, x, args):
+        """The keys and values alone."""
         return self.module.apply({"params": params_i}, x, args, method="keys")
 
 
@@ -92,12 +94,18 @@ class Transformer(nn.Module):
         norms, scale = self.connection.branch_norms, (2 * c.blocks) ** -0.5
         ways = self.connection.ways
         check_ways(self.connection.unit, ways, c.heads_from)
-        self.flow.check(c.blocks, c.context)
+        self.flow.check(c.blocks, c.context, c.kv)
+        store = self.flow.store(c.blocks)
+        if c.heads_from != "projections" and (store.last() or store.projection != "producer"):
+            raise ValueError(
+                f"flow.kind={self.flow.kind} needs keys that are projected; set model.heads_from=projections"
+            )
+        attention = Attention(c, norms, scale, min(ways[0], 3), own_keys=store.has_own, parent=None)
         self.embed = Embedding(c)
         self.stack = ResidualStack(
             connection=self.connection,
             branches=(
-                AttentionBranch(Attention(c, norms, scale, min(ways[0], 3), parent=None)),
+                AttentionBranch(attention),
                 MLPBranch(MLP(c, norms, scale, parent=None)),
             ),
             repeats=c.blocks,
@@ -106,7 +114,7 @@ class Transformer(nn.Module):
             constrain=self.constrain,
         )
         if not self.flow.is_standard:
-            self.cells = Flow(self.flow, c.blocks)
+            self.cells = Flow(self.flow, c, attention)
         if self.connection.final_norm:
             self.final_norm = RMSNorm(c.norm_eps)
         if not c.tie_embeddings:
@@ -132,7 +140,9 @@ class Transformer(nn.Module):
         Returns: logits [B, S, V] float32; with ``past`` also the new keys and values, [blocks, B, S, G, K].
         """
         if not self.flow.is_standard:
-            return self._logits(self._on_grid(tokens, segments, positions, past, dropout_key))
+            if past is not None:
+                raise ValueError(f"flow.kind={self.flow.kind} goes on from a grid; see on_grid")
+            return self._logits(self.on_grid(tokens, segments, positions, dropout_key)[0])
         e, args = self._start(tokens, segments, positions, past, dropout_key)
         h, (new, _) = self.stack(e, args, None if past is None else (past.layers, ()))
         logits = self._logits(h)
@@ -144,15 +154,33 @@ class Transformer(nn.Module):
         h, record = self.stack.record(e, args)
         return self._logits(h), e, record
 
-    def _on_grid(self, tokens, segments, positions, past, dropout_key):
-        """The columns' outputs [B, S, D] where attention reads other cells than its own row's."""
-        if past is not None:
-            raise ValueError(f"flow.kind={self.flow.kind} cannot go on from a cache yet; give all tokens at once")
+    def on_grid(
+        self,
+        tokens: Array,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        dropout_key: Array | None = None,
+    ) -> tuple[Array, KeyValues]:
+        """The columns' outputs [B, S, D] where attention reads other cells than its own row's, and the grid of keys and
+        values [P, B, S, G, K]; arguments as in ``__call__``."""
         e, args = self._start(tokens, None, positions, None, dropout_key)
         place = jnp.arange(tokens.shape[1])[None]
         segments = None if segments is None else jnp.asarray(segments)
-        grid = GridTokens(jnp.asarray(args.position), place, segments, dropout_key)
-        return run_on_grid(*self.stack.parts(e), self.flow, self.config, self.cells(), e, grid)
+        return run_on_grid(self._grid(e), e, GridTokens(jnp.asarray(args.position), place, segments, dropout_key))
+
+    def extend_grid(self, tokens: Array, past: Past, slot: Array) -> tuple[Array, KeyValues]:
+        """Logits [B, S, V] of S more tokens, and the grid of ``past`` with them in it.
+
+        tokens: [B, S] int. past: its segments and positions are those of the new tokens too. slot: of the first.
+        """
+        e = self.constrain(self.embed(tokens), P("batch", "sequence", None))
+        h, grid = extend_on_grid(
+            self._grid(e), e, past.layers, GridTokens(past.position, past.position, past.segment), slot
+        )
+        return self._logits(h), grid
+
+    def _grid(self, e):
+        return Grid(*self.stack.parts(e), self.flow, self.config, self.cells(e))
 
     def _start(self, tokens, segments, positions, past, dropout_key):
         c = self.config

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grid_reference import logits_of
 
 from lmres.flow.config import FlowConfig
 from lmres.model import ModelConfig, Transformer
@@ -18,6 +19,7 @@ TOKENS = np.random.default_rng(0).integers(0, 17, (2, 6))
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1] * 6])
 POSITIONS = np.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
 REAL = (SEGMENTS > 0)[..., None]
+QUICK = {"xla_backend_optimization_level": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -91,9 +93,7 @@ def test_every_exact_schedule_is_the_same_model(kind, schedules):
 def test_wavefront_carries_the_state_of_every_connection(connection):
     flow = FlowConfig(kind="cone(1)", schedule="sequential")
     params = parameters(connection, flow)
-    same(
-        run(connection, dataclasses.replace(flow, schedule="wavefront"), params), run(connection, flow, params)
-    )
+    same(run(connection, dataclasses.replace(flow, schedule="wavefront"), params), run(connection, flow, params))
 
 
 @pytest.mark.slow
@@ -105,6 +105,48 @@ def test_dropout_draws_the_same_however_the_tokens_are_run():
     sequential = run(Plain(), flow, params, config, key)
     same(run(Plain(), dataclasses.replace(flow, schedule="wavefront"), params, config, key), sequential)
     assert not np.allclose(sequential[0], run(Plain(), flow, params, config)[0])
+
+
+FORMS = [
+    (FlowConfig("recurrent"), {"recurrent": True}),
+    (FlowConfig("feedback"), {"feedback": True}),
+    (FlowConfig("pool(1)"), {"channels": 1}),
+    (FlowConfig("pool(2)"), {"channels": 2}),
+    (FlowConfig("pool(3)"), {"channels": 3}),
+    (FlowConfig("top", output=True), {}),
+    (FlowConfig("cone(1)", output=True, bias=-1.0, bias_upward=1.0), {}),
+    (FlowConfig("deep", output=True, projection="consumer"), {}),
+    (FlowConfig("block(2)", projection="consumer"), {}),
+    (FlowConfig("deep", combine="gated", bias=0.5), {}),
+    (FlowConfig("diagonal(-1)", combine="gated"), {}),
+    (FlowConfig("standard + cone(1)"), {}),
+    (FlowConfig("block(2) + diagonal(-1/2)", bias=0.5), {}),
+    (FlowConfig("deep", bias=0.5), {}),
+]
+FORM_SCHEDULES = {"pool(2)": ["swept"], "recurrent": ["wavefront"], "feedback": ["swept"]}
+
+
+@pytest.mark.parametrize(
+    ("flow", "form"),
+    [pytest.param(*case, marks=[] if i in (0, 2) else pytest.mark.slow) for i, case in enumerate(FORMS)],
+    ids=lambda x: f"{x.kind}-{x.combine}-{x.projection}" if isinstance(x, FlowConfig) else "",
+)
+def test_every_form_is_its_definition_in_plain_loops(flow, form):
+    config = dataclasses.replace(CONFIG, qk_norm=flow.kind in ("recurrent", "pool(2)"))
+    params, tokens = parameters(flow=flow, config=config), TOKENS[:, :4]
+
+    def both(run):
+        def loss(params):
+            found = run(params)
+            return (found**2).sum(), found
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(params)
+
+    want = both(lambda p: logits_of(p, tokens, config, flow, **form))
+    schedules = ["sequential", *FORM_SCHEDULES.get(flow.kind, ["auto", "swept"])]
+    for schedule in schedules:
+        model = Transformer(config, Plain(), flow=dataclasses.replace(flow, schedule=schedule, gradient_sweeps=4))
+        same(both(lambda p, model=model: model.apply({"params": p}, tokens)), want)
 
 
 def test_wider_reads_change_the_model_and_add_the_bias_alone():
@@ -125,7 +167,13 @@ def test_wider_reads_change_the_model_and_add_the_bias_alone():
         ({"kind": "deep", "schedule": "parallel"}, "flow.schedule=parallel cannot run flow.kind=deep exactly"),
         ({"kind": "top", "border": "drop"}, "flow.border=drop has no meaning for flow.kind=top"),
         ({"kind": "top", "groups": 0}, "flow.groups=0 must be at least 1"),
-        ({"kind": "feedback"}, "the model cannot run it yet"),
+        ({"kind": "pool(2)", "schedule": "wavefront"}, "flow.schedule=wavefront cannot run flow.kind=pool"),
+        ({"kind": "block(2)", "output": True}, "flow.output=True has no meaning for flow.kind=block"),
+        ({"kind": "recurrent", "combine": "gated"}, "flow.combine=gated needs a geometry that reads the layers' own"),
+        ({"kind": "pool(2)", "projection": "consumer"}, "flow.projection=consumer cannot be had"),
+        ({"kind": "standard + top + deep"}, "shares 2 key/value heads among 3"),
+        ({"kind": "standard + recurrent"}, "only geometries that read the layers' own keys"),
+        ({"kind": "standard + top", "adopt": "optional"}, "flow.adopt=optional has no meaning for heads"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):
