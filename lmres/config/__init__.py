@@ -6,7 +6,7 @@
 a model's size, ``table`` lists all keys. A new section is a field of ``RunConfig``; a new key is a field of its
 room's config and an entry of ``changes.RESUME``.
 
-No function outside this room takes the whole config. May import: the rooms' configs, pydantic, yaml. Used by
+No function outside this room takes the whole config. May import: the rooms' configs, flow, pydantic, yaml. Used by
 the command line and by what composes runs (experiment).
 """
 
