@@ -50,7 +50,7 @@ def attend_cells(query: Array, cells: tuple[Cells, ...]) -> Array:
         masks.append(mask.reshape(logits[-1].shape))
     mask = jnp.concatenate(masks, axis=-1)
     joint = jnp.where(mask, jnp.concatenate(logits, axis=-1), jnp.finfo(wide).min)
-    top = jax.lax.stop_gradient(joint.max(axis=-1, keepdims=True))
+    top = jax.lax.stop_gradient(joint.max(axis=-1, keepdims=True, initial=jnp.finfo(wide).min))
     weights = jnp.where(mask, jnp.exp(joint - top), 0)
     total = weights.sum(axis=-1, keepdims=True)
     weights = (weights / jnp.where(total > 0, total, 1)).astype(query.dtype)

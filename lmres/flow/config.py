@@ -148,3 +148,11 @@ class FlowConfig:
                 f"slope is {slope}, its tile {tile} tokens; use {found}, or swept"
             )
         return self.schedule
+
+    def unaligned(self, layers: int, tokens: int) -> "FlowConfig":
+        """The same flow, run exactly whatever place in its row a document begins at: tiles that are a flow's chunks
+        would have to begin with it."""
+        exact = dataclasses.replace(self, schedule="auto")
+        reads = self.reads(layers)
+        chunked = exact.resolve(reads, tokens) == "chunked" and any(term.chunks for term in reads.terms)
+        return dataclasses.replace(exact, schedule="sequential") if chunked else exact

@@ -141,8 +141,8 @@ class Transformer(nn.Module):
         """
         if not self.flow.is_standard:
             if past is not None:
-                raise ValueError(f"flow.kind={self.flow.kind} goes on from a grid; see on_grid")
-            return self._logits(self.on_grid(tokens, segments, positions, dropout_key)[0])
+                raise ValueError(f"flow.kind={self.flow.kind} goes on from a grid; see extend_grid")
+            return self._logits(self._on_grid(tokens, segments, positions, dropout_key)[0])
         e, args = self._start(tokens, segments, positions, past, dropout_key)
         h, (new, _) = self.stack(e, args, None if past is None else (past.layers, ()))
         logits = self._logits(h)
@@ -154,19 +154,14 @@ class Transformer(nn.Module):
         h, record = self.stack.record(e, args)
         return self._logits(h), e, record
 
-    def on_grid(
-        self,
-        tokens: Array,
-        segments: Array | None = None,
-        positions: Array | None = None,
-        dropout_key: Array | None = None,
-    ) -> tuple[Array, KeyValues]:
-        """The columns' outputs [B, S, D] where attention reads other cells than its own row's, and the grid of keys and
-        values [P, B, S, G, K]; arguments as in ``__call__``."""
-        e, args = self._start(tokens, None, positions, None, dropout_key)
-        place = jnp.arange(tokens.shape[1])[None]
-        segments = None if segments is None else jnp.asarray(segments)
-        return run_on_grid(self._grid(e), e, GridTokens(jnp.asarray(args.position), place, segments, dropout_key))
+    def prefill_grid(self, tokens: Array, segments: Array, positions: Array) -> tuple[Array, KeyValues]:
+        """Logits [B, S, V], and the grid of keys and values [P, B, S, G, K] to go on from.
+
+        Arguments as in ``__call__``. Exact, however the rows are padded; chunks are counted in positions.
+        """
+        flow = self.flow.unaligned(self.config.blocks, tokens.shape[1])
+        h, grid = self._on_grid(tokens, segments, positions, flow=flow, places=positions)
+        return self._logits(h), grid
 
     def extend_grid(self, tokens: Array, past: Past, slot: Array) -> tuple[Array, KeyValues]:
         """Logits [B, S, V] of S more tokens, and the grid of ``past`` with them in it.
@@ -175,12 +170,20 @@ class Transformer(nn.Module):
         """
         e = self.constrain(self.embed(tokens), P("batch", "sequence", None))
         h, grid = extend_on_grid(
-            self._grid(e), e, past.layers, GridTokens(past.position, past.position, past.segment), slot
+            self._grid(e, self.flow), e, past.layers, GridTokens(past.position, past.position, past.segment), slot
         )
         return self._logits(h), grid
 
-    def _grid(self, e):
-        return Grid(*self.stack.parts(e), self.flow, self.config, self.cells(e))
+    def _on_grid(self, tokens, segments, positions, dropout_key=None, flow=None, places=None):
+        """The columns' outputs [B, S, D] and the grid where attention reads other cells than its own row's."""
+        e, args = self._start(tokens, None, positions, None, dropout_key)
+        places = jnp.arange(tokens.shape[1])[None] if places is None else jnp.asarray(places)
+        segments = None if segments is None else jnp.asarray(segments)
+        where = GridTokens(jnp.asarray(args.position), places, segments, dropout_key)
+        return run_on_grid(self._grid(e, flow or self.flow), e, where)
+
+    def _grid(self, e, flow):
+        return Grid(*self.stack.parts(e), flow, self.config, self.cells(e))
 
     def _start(self, tokens, segments, positions, past, dropout_key):
         c = self.config

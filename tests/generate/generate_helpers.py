@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lmres.flow import FlowConfig
+from lmres.generate import extend, prefill
 from lmres.model import ModelConfig, Transformer
 
 VOCAB = 23
@@ -15,7 +17,7 @@ VOCAB = 23
 quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-def make_model(connection, **config):
+def make_model(connection, flow=FlowConfig(), **config):  # noqa: B008 - frozen
     sizes = {
         "vocab_size": VOCAB,
         "context": 12,
@@ -24,7 +26,7 @@ def make_model(connection, **config):
         "heads": 4,
         "mlp_hidden": 24,
     } | config
-    return Transformer(ModelConfig(**sizes), connection)
+    return Transformer(ModelConfig(**sizes), connection, flow=flow)
 
 
 def random_params(model, scale=0.4, seed=0):
@@ -62,3 +64,44 @@ def assert_close(actual, expected, tolerance, what=""):
     error = np.max(np.abs(np.asarray(actual, np.float64) - np.asarray(expected, np.float64)))
     scale = np.max(np.abs(np.asarray(expected, np.float64)))
     assert error <= tolerance * scale, f"{what}: off by {error:.2e}, largest entry {scale:.2e}"
+
+
+run_prefill = quick_jit(prefill, static_argnums=(0, 5))
+run_extend = quick_jit(extend, static_argnums=0, donate_argnums=2)
+
+
+def padded(tokens, lengths, size):
+    """Rows cut to ``lengths`` and moved to the right end of ``size`` columns: tokens, segments, positions."""
+    positions = np.arange(size) - (size - np.asarray(lengths)[:, None])
+    segments = (positions >= 0).astype(np.int32)
+    positions = np.maximum(positions, 0).astype(np.int32)
+    return (
+        np.where(segments, np.take_along_axis(tokens, positions, 1), 0).astype(np.int32),
+        segments,
+        positions,
+    )
+
+
+def logits_by_cache(model, params, tokens):
+    """[C, C, V]: row r is ``tokens[r]`` read as a prompt of r + 1 tokens and then one token at a time.
+
+    All rows run in one batch, padded on the left, so each prompt length is tested and only two programs are
+    compiled.
+    """
+    count, context = tokens.shape
+    lengths = np.arange(1, count + 1)
+    at, segments, positions = padded(tokens, lengths, context)
+    logits, past = run_prefill(model, params, at, segments, positions, 2 * context)
+    found = np.full((count, context, logits.shape[-1]), np.nan, logits.dtype)
+    for row, length in enumerate(lengths):
+        found[row, :length] = logits[row, context - length :]
+    for step in range(context - 1):
+        position = lengths + step
+        real = position < context
+        token = tokens[np.arange(count), np.minimum(position, context - 1)]
+        logits, past = run_extend(
+            model, params, past, token[:, None], real[:, None].astype(np.int32),
+            np.where(real, position, 0)[:, None].astype(np.int32), context + step,
+        )  # fmt: skip
+        found[real, position[real]] = np.asarray(logits)[real, 0]
+    return found

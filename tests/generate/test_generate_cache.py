@@ -10,56 +10,19 @@ import pytest
 from generate_helpers import (
     assert_close,
     full_logits,
+    logits_by_cache,
     make_model,
-    quick_jit,
+    padded,
     random_params,
     random_tokens,
+    run_extend,
+    run_prefill,
 )
 from variants import ALL, KINDS, name
 
-from lmres.generate import append, cache_bytes, empty_cache, extend, prefill
+from lmres.generate import append, cache_bytes, empty_cache, extend
 from lmres.model import KeyValues
 from lmres.residual import AttentionResiduals, DenseFormer, HyperConnections, Plain, Residual
-
-run_prefill = quick_jit(prefill, static_argnums=(0, 5))
-run_extend = quick_jit(extend, static_argnums=0, donate_argnums=2)
-
-
-def padded(tokens, lengths, size):
-    """Rows cut to ``lengths`` and moved to the right end of ``size`` columns: tokens, segments, positions."""
-    positions = np.arange(size) - (size - np.asarray(lengths)[:, None])
-    segments = (positions >= 0).astype(np.int32)
-    positions = np.maximum(positions, 0).astype(np.int32)
-    return (
-        np.where(segments, np.take_along_axis(tokens, positions, 1), 0).astype(np.int32),
-        segments,
-        positions,
-    )
-
-
-def logits_by_cache(model, params, tokens):
-    """[C, C, V]: row r is ``tokens[r]`` read as a prompt of r + 1 tokens and then one token at a time.
-
-    All rows run in one batch, padded on the left, so each prompt length is tested and only two programs are
-    compiled.
-    """
-    count, context = tokens.shape
-    lengths = np.arange(1, count + 1)
-    at, segments, positions = padded(tokens, lengths, context)
-    logits, past = run_prefill(model, params, at, segments, positions, 2 * context)
-    found = np.full((count, context, logits.shape[-1]), np.nan, logits.dtype)
-    for row, length in enumerate(lengths):
-        found[row, :length] = logits[row, context - length :]
-    for step in range(context - 1):
-        position = lengths + step
-        real = position < context
-        token = tokens[np.arange(count), np.minimum(position, context - 1)]
-        logits, past = run_extend(
-            model, params, past, token[:, None], real[:, None].astype(np.int32),
-            np.where(real, position, 0)[:, None].astype(np.int32), context + step,
-        )  # fmt: skip
-        found[real, position[real]] = np.asarray(logits)[real, 0]
-    return found
 
 
 def test_every_connection_is_here():
@@ -80,9 +43,7 @@ def test_cached_logits_are_the_full_ones_at_every_prompt_length(connection):
         chunks = []
         for start in range(0, 12, 3):
             part = slice(start, start + 3)
-            logits, past = run_extend(
-                model, params, past, at[:, part], segments[:, part], positions[:, part], start
-            )
+            logits, past = run_extend(model, params, past, at[:, part], segments[:, part], positions[:, part], start)
             chunks.append(np.asarray(logits))
     chunks = np.concatenate(chunks, axis=1)
     for row, length in enumerate(lengths):
