@@ -43,6 +43,10 @@ LOGICAL: dict[str, tuple[str | None, ...]] = {
     "attention/key": ("embed", "kv_heads", "head_dim"),
     "attention/value": ("embed", "kv_heads", "head_dim"),
     "attention/out": ("heads", "head_dim", "embed"),
+    "output/key": ("embed", "kv_heads", "head_dim"),  # of a flow: of the output cell, and of pooled channels
+    "output/value": ("embed", "kv_heads", "head_dim"),
+    "key/projection": ("embed", "kv_heads", "head_dim"),
+    "value/projection": ("embed", "kv_heads", "head_dim"),
     "mlp/gate": ("embed", "mlp"),
     "mlp/up": ("embed", "mlp"),
     "mlp/down": ("mlp", "embed"),

@@ -4,7 +4,8 @@ import dataclasses
 import math
 from fractions import Fraction
 
-from lmres.flow import FlowConfig, ReadSet, keys_per_query
+from lmres.flow import FlowConfig, ReadSet
+from lmres.train.flops import keys_read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +15,7 @@ class FlowFacts:
     geometry: its short notation. reads: the cells that cell (t, l) reads. slope: layers climbed per token, at most.
     schedule_class: how the read set is best run exactly. schedule: how the cells are run, never "auto".
     steps: one after the other in a forward pass, each a layer of some tokens; ordinary attention has L.
-    keys_per_query: mean over all cells. cached: source layers whose keys and values later tokens read.
+    keys_per_query: mean over all cells and heads. cached: source layers whose keys and values later tokens read.
     """
 
     geometry: str
@@ -33,15 +34,18 @@ def flow_facts(flow: FlowConfig, layers: int, tokens: int) -> FlowFacts:
     Raises ValueError naming the key where they do not fit.
     """
     reads, geometry = flow.reads(layers), flow.geometry
+    also = [f"adoption {flow.adopt}"] if flow.adopt else []
+    also += ["with the output cell"] * flow.output + ["in a gated branch"] * (flow.combine == "gated")
+    also += ["keys and values by reader"] * (flow.projection == "consumer")
     schedule = flow.resolve(reads, tokens)
     return FlowFacts(
-        geometry=str(geometry) + (f", adoption {flow.adopt}" if flow.adopt else ""),
+        geometry=", ".join([str(geometry), *also]),
         reads=geometry.equation,
         slope=reads.slope(tokens),
         schedule_class=reads.schedule_class(tokens),
         schedule=schedule,
         steps=_steps(flow, reads, schedule, tokens),
-        keys_per_query=keys_per_query(reads, tokens),
+        keys_per_query=keys_read(flow, layers, tokens),
         cached=reads.cached(tokens),
     )
 
@@ -50,6 +54,7 @@ def _steps(flow: FlowConfig, reads: ReadSet, schedule: str, tokens: int) -> int:
     if schedule == "wavefront":
         return reads.layers + max(1, math.ceil(reads.slope(tokens))) * (tokens - 1)
     if schedule == "swept":
-        return reads.layers * min(flow.groups, tokens) * (flow.sweeps + flow.gradient_sweeps)
+        first = reads.layers * (flow.start == "plain")
+        return first + reads.layers * min(flow.groups, tokens) * (flow.sweeps + flow.gradient_sweeps)
     tiles = {"parallel": 1, "sequential": tokens, "chunked": math.ceil(tokens / reads.tile(tokens))}[schedule]
     return reads.layers * tiles

@@ -3,14 +3,16 @@
 Model FLOPs of one training token. A multiply-add is two, and backward is twice forward: hence 6 and 3.
 
     6 x parameters of the matrices it goes through    attention and MLP of every block, and the output head
-                                                      (also when its table is the embedding's)
+                                                      (also when its table is the embedding's); as often as a flow
+                                                      has a source projected
   + 12 x blocks x heads x head_size x keys            scores and weighted sum: forward 4 x heads x head_size for each of
                                                       the keys that a query reads on average: (S + 1) / 2, or as many
                                                       as the flow allows
   + 3 x connection.cost(depth, width).flops           what carries information up the column
 
 With flow.schedule=swept all but the output head is computed in each of n = flow.sweeps sweeps without gradient, a third
-of a step each, and in k = flow.gradient_sweeps with: (n + 3 k) / 3 times.
+of a step each, and in k = flow.gradient_sweeps with: (n + 3 k) / 3 times. flow.start=plain is one more such third, of
+ordinary attention.
 
 Not counted: embedding lookups, norms, activations, softmax, rotary positions, and everything done twice
 because of rematerialisation (the convention of arXiv:2204.02311, appendix B, but with only the causal half of
@@ -20,10 +22,12 @@ Utilisation = FLOPs per token x tokens per second / (devices x peak FLOP/s of on
 """
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
 
 from lmres.flow import FlowConfig, keys_per_query
+from lmres.flow.geometry import Feedback
 from lmres.model.config import ModelConfig
 from lmres.residual.interface import Connection
 
@@ -67,6 +71,25 @@ def matrix_parameters(model: ModelConfig) -> tuple[int, int]:
     return attention + mlp, model.vocab_size * model.width
 
 
+def keys_read(flow: FlowConfig, layers: int, tokens: int) -> float:
+    """Mean number of keys that a query of one head is compared with."""
+    if flow.combine == "gated":  # the own row apart, but no key twice
+        return keys_per_query(flow.reads(layers), tokens)
+    return statistics.fmean(keys_per_query(part, tokens) for part in flow.parts(layers))
+
+
+def flow_matrices(model: ModelConfig, flow: FlowConfig, blocks: int) -> int:
+    """Parameters of matrices, and numbers that are used as if they were, which a token goes through beside the
+    blocks' own; a matrix that is used twice counts twice."""
+    store, width = flow.store(blocks), model.width
+    projection = 2 * width * model.kv * model.head_size  # of a key and a value
+    if store.projection == "channels":  # instead of the layers' own
+        router = 2 * store.channels * blocks * width * ((blocks + 1) // 2 + 1)
+        return (store.channels - blocks) * projection + router
+    memory = (blocks + 1) * width if isinstance(flow.geometry, Feedback) else 0
+    return memory + projection * sum(projector != source or source == blocks for projector, source in store.slots)
+
+
 def flops_per_token(
     model: ModelConfig,
     connection: Connection,
@@ -85,11 +108,14 @@ def flops_per_token(
     blocks = model.blocks if applications is None else applications
     block, head = matrix_parameters(model)
     depth = blocks if connection.unit == "block" else 2 * blocks
-    keys = keys_per_query(flow.reads(blocks), sequence)
-    passes = (flow.sweeps + 3 * flow.gradient_sweeps) / 3 if flow.schedule == "swept" else 1.0
+    swept = flow.schedule == "swept"
+    passes = (flow.sweeps + 3 * flow.gradient_sweeps) / 3 if swept else 1.0
+    before = 1 / 3 if swept and flow.start == "plain" else 0.0
+    keys = passes * keys_read(flow, blocks, sequence) + before * (sequence + 1) / 2
+    passes += before
     parts = {
-        "matrices": 6.0 * (passes * blocks * block + head),
-        "attention": 12.0 * passes * blocks * model.heads * model.head_size * keys,
+        "matrices": 6.0 * (passes * (blocks * block + flow_matrices(model, flow, blocks)) + head),
+        "attention": 12.0 * blocks * model.heads * model.head_size * keys,
         "connection": 3.0 * passes * connection.cost(depth, model.width).flops,
     }
     return parts | {"total": sum(parts.values())}

@@ -58,6 +58,10 @@ ROLES: dict[str, Kind] = {
     "attention/key": Kind("matrix", (-3,), (-2, -1)),
     "attention/value": Kind("matrix", (-3,), (-2, -1)),
     "attention/out": Kind("matrix", (-3, -2), (-1,)),
+    "output/key": Kind("matrix", (-3,), (-2, -1)),  # of a flow: of the output cell, and of pooled channels
+    "output/value": Kind("matrix", (-3,), (-2, -1)),
+    "key/projection": Kind("matrix", (-3,), (-2, -1)),
+    "value/projection": Kind("matrix", (-3,), (-2, -1)),
     "mlp/gate": Kind("matrix", (-2,), (-1,)),
     "mlp/up": Kind("matrix", (-2,), (-1,)),
     "mlp/down": Kind("matrix", (-2,), (-1,)),
@@ -85,7 +89,7 @@ def kind_of(path: tuple[Any, ...]) -> Kind:
     for key in ("/".join(names[-2:]), f"*/{names[-1]}"):
         if key in ROLES:
             return ROLES[key]
-    if "cells" in names:  # the flow's own: biases and gates of attention
+    if "cells" in names:  # the flow's own: biases, gates, weights of sources
         return Kind("flow")
     where = "/".join(names)
     raise ValueError(f"parameter {where} has no role: add its path to ROLES in lmres/train/optimizer.py")

@@ -22,11 +22,12 @@ class TrainState(TypedDict):
 
 
 def init_params(model: Transformer, key: jax.Array) -> Any:
-    """Fresh parameters, float32. One token is enough to make them, and too little to be split over a mesh, or to be run
-    in chunks."""
+    """Fresh parameters, float32. One token is enough to make them, or two where tokens read only those before; that is
+    too little to be split over a mesh, or to be run in chunks."""
     flow = dataclasses.replace(model.flow, schedule="auto")
     bare = Transformer(model.config, model.connection, flow=flow)
-    return bare.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+    tokens = 1 if flow.is_standard else min(2, model.config.context)
+    return bare.init(key, jnp.zeros((1, tokens), jnp.int32))["params"]
 
 
 def abstract_params(model: Transformer) -> Any:

@@ -59,6 +59,9 @@ def test_a_flow_is_read_beside_any_connection(write, kind):
             "flow.schedule=parallel cannot run flow.kind=deep exactly over 32 tokens: its slope is 3, its tile 1",
         ),
         ("{kind: top, schedule: swept, groups: 0}", "flow.groups=0 must be at least 1"),
+        ("{kind: standard + deep + top}", "flow.kind=standard + deep + top shares 4 key/value heads among 3"),
+        ("{kind: pool(2), schedule: parallel}", "flow.schedule=parallel cannot run flow.kind=pool(2) exactly"),
+        ("{kind: deep, combine: gate}", "flow.combine: expected one of joint, gated, found 'gate' (text)"),
         ("{border: drop}", "flow.border=drop has no meaning for flow.kind=standard"),
         ("{kind: 3}", "flow.kind: expected text, found 3 (integer)"),
         ("{schedule: wave}", "flow.schedule: expected one of auto, parallel, "),
@@ -118,6 +121,8 @@ def test_flows_are_compared_under_names_that_can_be_folders(write):
         (FlowConfig("chunk(4)"), "chunked", 3 * 4, (1, 2, 3, 4)),
         (FlowConfig("deep"), "sequential", 12 * 4, (1, 2, 3, 4)),
         (FlowConfig("top", schedule="swept", sweeps=1, groups=2), "swept", 2 * 4 * 3, (4,)),
+        (FlowConfig("top", schedule="swept", start="plain"), "swept", 4 + 4 * 3, (4,)),
+        (FlowConfig("pool(2)"), "sequential", 12 * 4, (4,)),
     ],
 )
 def test_facts(flow, schedule, steps, cached):

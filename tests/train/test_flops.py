@@ -10,7 +10,17 @@ from lmres.flow import Chunks, FlowConfig, ReadSet, Term, keys_per_query, parse,
 from lmres.flow.readset import BOTTOM
 from lmres.model import ModelConfig, Transformer
 from lmres.residual.plain import Plain
-from lmres.train.flops import Throughput, flops_per_token, matrix_parameters, peak_flops, show, utilisation
+from lmres.train.flops import (
+    Throughput,
+    flops_per_token,
+    flow_matrices,
+    matrix_parameters,
+    peak_flops,
+    show,
+    utilisation,
+)
+from lmres.train.optimizer import kind_of
+from lmres.train.state import abstract_params
 
 MODEL = ModelConfig(
     vocab_size=96, context=16, width=32, blocks=3, heads=4, kv_heads=2, head_dim=6, mlp_hidden=40
@@ -174,3 +184,45 @@ def test_keys_per_query_with_chunks_of_two_sizes():
     reads = ReadSet((Term(chunks=Chunks("same", 4)), Term(low=BOTTOM, chunks=Chunks("earlier", 6), near=1)), 3, 3)
     for tokens in (3, 12, 17):
         assert keys_per_query(reads, tokens) == reads_of(reads, tokens).sum() / (3 * tokens)
+
+
+def test_keys_of_shared_heads_and_of_a_gated_branch():
+    both = flops_per_token(MODEL, Plain(), flow=FlowConfig("standard + deep"))["attention"]
+    each = [flops_per_token(MODEL, Plain(), flow=FlowConfig(kind))["attention"] for kind in ("standard", "deep")]
+    assert both == pytest.approx(sum(each) / 2)
+    gated = flops_per_token(MODEL, Plain(), flow=FlowConfig("top", combine="gated"))["attention"]
+    once = flops_per_token(MODEL, Plain())["attention"]  # the lower two of three layers read the top of all before
+    assert gated == pytest.approx(once * (8.5 + 2 / 3 * 7.5) / 8.5)
+
+
+@pytest.mark.parametrize(
+    ("flow", "times"),
+    [
+        (FlowConfig("deep"), 0),
+        (FlowConfig("deep", output=True), 1),  # the output cell's
+        (FlowConfig("recurrent"), 3),  # each of three layers projects the source above it too
+        (FlowConfig("deep", projection="consumer"), 6),  # each of the other two
+    ],
+    ids=str,
+)
+def test_projections_of_a_flow_are_counted_as_often_as_they_are_used(flow, times):
+    assert flow_matrices(MODEL, flow, 3) == times * 2 * 32 * 2 * 6
+
+
+@pytest.mark.parametrize("flow", [FlowConfig("deep", output=True), FlowConfig("pool(2)")], ids=lambda f: f.kind)
+def test_matrices_of_a_flow_are_those_of_its_model(flow):
+    def matrices(flow):
+        leaves = jax.tree_util.tree_leaves_with_path(abstract_params(Transformer(MODEL, Plain(), flow=flow)))
+        counted = [leaf.size for path, leaf in leaves if kind_of(path).role == "matrix" or "router" in str(path)]
+        return sum(counted)
+
+    mixing = 2 * 2 * 3 * 32 * (flow.kind == "pool(2)")  # weights of 2 channels over 3 layers, for keys and for values
+    assert flow_matrices(MODEL, flow, 3) - mixing == matrices(flow) - matrices(FlowConfig())
+
+
+def test_a_plain_start_is_a_third_of_a_step_more():
+    swept = FlowConfig("deep", schedule="swept", sweeps=2)
+    one, other = (flops_per_token(MODEL, Plain(), flow=f) for f in (swept, dataclasses.replace(swept, start="plain")))
+    third = flops_per_token(MODEL, Plain())
+    head = 6 * 96 * 32
+    assert other["total"] - one["total"] == pytest.approx((third["total"] - head) / 3)
