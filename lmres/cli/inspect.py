@@ -143,6 +143,7 @@ def print_flow(facts, model) -> None:
         ("steps one after the other", f"{facts.steps:,}"),
         ("keys per query", f"{facts.keys_per_query:,.5g}"),
         ("source layers to cache", ", ".join(map(str, facts.cached)) or "none"),
+        ("keys and values per token", f"{facts.slots:,}"),
     ]
     for name, value in rows:
         print(f"  {name:<26}{value}")

@@ -5,6 +5,7 @@ import math
 from fractions import Fraction
 
 from lmres.flow import FlowConfig, ReadSet
+from lmres.flow.geometry import PerHead
 from lmres.train.flops import keys_read
 
 
@@ -16,6 +17,7 @@ class FlowFacts:
     schedule_class: how the read set is best run exactly. schedule: how the cells are run, never "auto".
     steps: one after the other in a forward pass, each a layer of some tokens; ordinary attention has L.
     keys_per_query: mean over all cells and heads. cached: source layers whose keys and values later tokens read.
+    slots: keys and values per token that are made to be read.
     """
 
     geometry: str
@@ -26,6 +28,7 @@ class FlowFacts:
     steps: int
     keys_per_query: float
     cached: tuple[int, ...]
+    slots: int
 
 
 def flow_facts(flow: FlowConfig, layers: int, tokens: int) -> FlowFacts:
@@ -34,19 +37,21 @@ def flow_facts(flow: FlowConfig, layers: int, tokens: int) -> FlowFacts:
     Raises ValueError naming the key where they do not fit.
     """
     reads, geometry = flow.reads(layers), flow.geometry
+    parts = geometry.parts if isinstance(geometry, PerHead) else (geometry,)
     also = [f"adoption {flow.adopt}"] if flow.adopt else []
     also += ["with the output cell"] * flow.output + ["in a gated branch"] * (flow.combine == "gated")
     also += ["keys and values by reader"] * (flow.projection == "consumer")
     schedule = flow.resolve(reads, tokens)
     return FlowFacts(
         geometry=", ".join([str(geometry), *also]),
-        reads=geometry.equation,
+        reads=" | ".join(part.equation for part in parts),
         slope=reads.slope(tokens),
         schedule_class=reads.schedule_class(tokens),
         schedule=schedule,
         steps=_steps(flow, reads, schedule, tokens),
         keys_per_query=keys_read(flow, layers, tokens),
         cached=reads.cached(tokens),
+        slots=len(flow.store(layers).slots),
     )
 
 

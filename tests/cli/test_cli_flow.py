@@ -70,6 +70,7 @@ def test_inspect_shows_the_flow(lmres, trained):
         "steps": told["steps"],
         "keys_per_query": 1 + 2 * 3.5,  # the own cell, and both layers of what comes before
         "cached": [1, 2],
+        "slots": 2,
     }
     shown = lmres("inspect", trained("cone(1)"), "--no-verify").out
     assert "geometry                  cone(1)" in shown and "source layers to cache    1, 2" in shown
@@ -95,6 +96,7 @@ def test_flows_are_compared(lmres, tiny, tmp_path):
     assert found == [("plain", "plain"), ("plain-block(2)", "plain, block(2)")]
 
 
+@pytest.mark.slow
 def test_flows_are_timed(lmres, tmp_path):
     small = ("model.width=16", "model.blocks=2", "model.heads=2", "model.context=8", "--variants", "plain")
     timed = lmres("bench", *small, "--flow", "block(2)", "--rounds", 1, "--output", tmp_path / "b.json", "--json")

@@ -132,6 +132,13 @@ def test_facts(flow, schedule, steps, cached):
         assert steps >= critical_path(flow.reads(4), 12)
 
 
+def test_facts_of_heads_that_are_shared_out():
+    facts = flow_facts(FlowConfig("standard + deep"), 2, 3)
+    assert facts.reads == "(s, l), s <= t | (t, l); (s, m), all m, s < t"
+    assert facts.keys_per_query == ((1 + 2 + 3) / 3 + (1 + 3 + 5) / 3) / 2
+    assert flow_facts(FlowConfig("deep", projection="consumer"), 2, 3).slots == 4
+
+
 def test_structure_in_words():
     plain = RunConfig(model=ModelConfig(blocks=4, context=12))
     lines = describe_structure(dataclasses.replace(plain, flow=FlowConfig("cone(1)")))
