@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lmres.residual.interface import History, read_unit
+from lmres.residual.interface import History, read_unit, ways_at
 
 
 def run_append_only(stack, connection_params, branch_params, e: Array, args: Any) -> Array:
@@ -114,18 +114,18 @@ def _backward(stack, residuals, cotangent):
             carry, closure = kept_i[s]
             params_l, p = _unit(layers_i, shared, s), branch_params_i[s]
             before = History(final.slots, carry if connection.reads_carry else final.carry)
-            g_params, g_carry, g_y = _write_vjp(stack, params_l, final.slots, g_slots, g_carry, l)
-            x = read_unit(connection, params_l, before, l, s)[0] if stack.remat != "none" else None
+            g_keys, g_carry, g_y = _write_vjp(stack, params_l, final.slots, g_slots, g_carry, l)
+            x, read_back = connection.read_vjp(params_l, before, l, ways_at(connection, s))
             if stack.remat == "full":
                 vjp = jax.vjp(_branch(stack, s, i, args), p, x)[1]
             else:
                 vjp = closure.whole((p, x) if stack.remat != "none" else p)
             g_branches_i[s], g_x = vjp(g_y)
-            g_read, g_slots, g_carry_read = connection.accumulate(params_l, *before, l, g_x, g_slots)
+            g_params, g_slots, g_carry_read = read_back(g_x, g_slots)
             g_slots = stack.pin(History(g_slots, final.carry)).slots
             if connection.reads_carry:
                 g_carry = jax.tree.map(jnp.add, g_carry, g_carry_read)
-            g_params = jax.tree.map(jnp.add, g_params, g_read)
+            g_params |= {name: g_params[name] + g for name, g in g_keys.items()}
             g_layers_i[s] = {name: g_params[name] for name in layers_i}
             g_shared = {name: g_shared[name] + g_params[name] for name in shared}
         g_layers_i = jax.tree.map(lambda *leaves: jnp.stack(leaves), *g_layers_i)
@@ -140,6 +140,8 @@ def _backward(stack, residuals, cotangent):
 def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
     """Backward of ``write``: the slot's cotangent, through the keys and the (linear) emit.
 
+    Gives (cotangents of those parameters that keys depend on, of the carry, of the output).
+
     The cotangent stays where it is, since nothing reads it again: clearing it would make the compiler copy the whole
     buffer. An earlier write of the same slot, which the last one overwrote, gets zeros instead. That choice is a
     ``cond``, and there is one even where it is always true, because its result is computed before the buffer is added
@@ -150,20 +152,28 @@ def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
     # emit is linear in (carry, y), so its transpose may be taken at zero.
     zeros = jax.tree.map(jnp.zeros_like, g_carry), connection.output_like(slots, g_carry)
     slot, value_like, _ = connection.emit(*zeros, l)
+    used = _used(connection.keys, params_l, value_like)
     _, emit_vjp = jax.vjp(lambda carry, y: connection.emit(carry, y, l)[1:], *zeros)
 
     def through_keys():
         take = lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)  # noqa: E731
         g_entry, value = jax.tree.map(take, g_slots), jax.tree.map(take, slots["value"])
-        _, keys_vjp = jax.vjp(connection.keys, params_l, value)
+        _, keys_vjp = jax.vjp(lambda p, value: connection.keys({**params_l, **p}, value), used, value)
         g_params, g_value = keys_vjp({name: g for name, g in g_entry.items() if name != "value"})
         return g_params, jax.tree.map(jnp.add, g_entry["value"], g_value)
 
-    nothing = lambda: jax.tree.map(jnp.zeros_like, (params_l, value_like))  # noqa: E731
+    nothing = lambda: jax.tree.map(jnp.zeros_like, (used, value_like))  # noqa: E731
     last = connection.completes(l) | (l == stack.depth - 1) if connection.rewrites else l >= 0
     g_params, g_value = jax.lax.cond(last, through_keys, nothing)
     g_carry, g_y = emit_vjp((g_value, g_carry))
     return g_params, g_carry, g_y
+
+
+def _used(keys, params_l, value):
+    """The parameters on which ``keys`` depend: a ``cond`` would compile zeros for each of the others, and add them."""
+    jaxpr = jax.make_jaxpr(lambda p: keys(p, value))(params_l).jaxpr
+    used = {id(v) for equation in jaxpr.eqns for v in equation.invars} | {id(v) for v in jaxpr.outvars}
+    return {name: params_l[name] for name, v in zip(sorted(params_l), jaxpr.invars, strict=True) if id(v) in used}
 
 
 _run.defvjp(_forward, _backward)

@@ -33,6 +33,7 @@ backward pass.
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -44,6 +45,7 @@ Params = dict[str, Any]
 State = Any
 Context = Any
 Index = int | Array
+ReadBack = Callable[[Any, Any], tuple[Params, Any, Any]]  # see ``AppendOnly.read_vjp``
 Axes = PartitionSpec  # of *logical* axis names ("batch", "sequence", "embed", ...), not of mesh axes
 
 _SPEC_CONFIG = {"extra": "forbid"}  # read by pydantic when a spec is a field of a config
@@ -276,23 +278,21 @@ class AppendOnly(Connection):
         """Zeros like the output of a unit."""
         return jnp.zeros(slots["value"].shape[1:], slots["value"].dtype)
 
-    def accumulate(
-        self, params_l: Params, slots: Any, carry: Any, l: Index, g_x: Any, g_slots: Any
-    ) -> tuple[Params, Any, Any]:
-        """Backward of ``read``: (cotangent of params_l, g_slots + cotangent of the slots, cotangent of carry).
+    def read_vjp(self, params_l: Params, state: History, l: Index, ways: int = 1) -> tuple[Any, ReadBack]:
+        """``read`` in the backward pass: (what unit l reads, its pullback).
 
-        The default differentiates ``read``. Override it when the cotangent can be added in place, and keep the
-        default as the override's test.
+        The pullback takes (g_x, g_slots) and gives (cotangent of params_l, g_slots + cotangent of the slots, cotangent
+        of the carry). The default differentiates ``read``. Override it when the cotangent can be added in place, and
+        keep the default as the override's test.
         """
+        options = {} if self.ways == (1,) else {"ways": ways}
+        x, vjp = jax.vjp(lambda p, state: self.read(p, state, l, **options)[0], params_l, state)
 
-        options = {} if self.ways == (1,) else {"ways": ways_of(g_x)}
+        def back(g_x, g_slots):
+            g_params, g_state = vjp(g_x)
+            return g_params, jax.tree.map(jnp.add, g_slots, g_state.slots), g_state.carry
 
-        def x_of(params_l, slots, carry):
-            return self.read(params_l, History(slots, carry), l, **options)[0]
-
-        _, vjp = jax.vjp(x_of, params_l, slots, carry)
-        g_params, g_more, g_carry = vjp(g_x)
-        return g_params, jax.tree.map(jnp.add, g_slots, g_more), g_carry
+        return x, back
 
 
 def without_empty(params: Params) -> Params:
@@ -311,7 +311,12 @@ def read_unit(
     """``connection.read`` for unit ``l`` that is number ``s`` (an int, modulo len(ways)) in its copy."""
     if connection.ways == (1,):
         return connection.read(params_l, state, l, context)
-    return connection.read(params_l, state, l, context, ways=connection.ways[s % len(connection.ways)])
+    return connection.read(params_l, state, l, context, ways=ways_at(connection, s))
+
+
+def ways_at(connection: Connection, s: int) -> int:
+    """How many inputs unit number ``s`` of a copy takes."""
+    return connection.ways[s % len(connection.ways)]
 
 
 def split_skip(x: Any) -> tuple[Any, Array]:

@@ -39,6 +39,7 @@ class LIMe(KeyValueHeads, AppendOnly):
 
     equation: ClassVar[str] = "k_l[h] <- sum_jg w_l[h, (j, g)] k_j[g], same for v,  h <- Block(h)"
     source: ClassVar[str] = "arXiv:2502.09245"
+
     @property
     def lr_multipliers(self):
         """The authors' learning rate of 0.01 beside their 0.001."""
@@ -109,24 +110,29 @@ class LIMe(KeyValueHeads, AppendOnly):
     def read(self, params_l, state, l, context=None):
         if params_l is None:
             return state.carry, ()
-        return self._gather(params_l, state.slots["value"], state.carry, l), ()
-
-    def _gather(self, params_l, slots, carry, l):
+        slots = state.slots["value"]
         weights, own = self._router(params_l, l, len(slots["key"]), stat_dtype(slots["key"]))
+        return self._gather(weights, own, slots, state.carry, l), ()
+
+    def _gather(self, weights, own, slots, carry, l):
         key, value = (mix_heads(w, slots[name], l) for w, name in zip(weights, ("key", "value")))
         return Exchange(carry, Mix(key, own[0]), Mix(value, own[1]))
 
-    def accumulate(self, params_l, slots, carry, l, g_x, g_slots):
-        """Backward of ``read``, in place."""
-        kept, found = slots["value"], dict(g_slots["value"])
+    def read_vjp(self, params_l, state, l, ways=1):
+        """In place."""
+        kept, names = state.slots["value"], ("key", "value")
         router = lambda p: self._router(p, l, len(kept["key"]), stat_dtype(kept["key"]))  # noqa: E731
-        (weights, _), vjp = jax.vjp(router, params_l)
-        g_weights, names = [], ("key", "value")
-        for name, w, g in zip(names, weights, (g_x.key, g_x.value), strict=True):
-            g_w, found[name] = mix_heads_back(g.gathered, w, kept[name], found[name], l)
-            g_weights.append(g_w)
-        (g_params,) = vjp((jnp.stack(g_weights), jnp.stack([g_x.key.own, g_x.value.own])))
-        return g_params, {"value": found}, g_x.x
+        (weights, own), vjp = jax.vjp(router, params_l)
+
+        def back(g_x, g_slots):
+            g_weights, found = [], dict(g_slots["value"])
+            for name, w, g in zip(names, weights, (g_x.key, g_x.value), strict=True):
+                g_w, found[name] = mix_heads_back(g.gathered, w, kept[name], found[name], l)
+                g_weights.append(g_w)
+            (g_params,) = vjp((jnp.stack(g_weights), jnp.stack([g_x.key.own, g_x.value.own])))
+            return g_params, {"value": found}, g_x.x
+
+        return self._gather(weights, own, kept, state.carry, l), back
 
     def close(self, params, state, context=None):
         return state.carry, ()

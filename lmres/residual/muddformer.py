@@ -12,6 +12,8 @@ X_i + gain * RMSNorm(sum_j A[c, j] RMSNorm(X_j)), with gains that start at 0.001
 authors' JAX code has the outer norm on the residual way only; here all ways have it, as the paper writes.
 
 Legend: B blocks (units), M = B + 1 slots, C ways, K = C (i + 1) hidden at depth i, D width.
+Parameters are flat arrays that hold reader after reader, of one its ways, of one way its sources (or D numbers); the
+readout is the last reader. So few arrays: an optimiser compiles some dozen kernels for each.
 Start: W1 normal with variance 1 / D, W2 = 0, a one-hot at X_i: exactly pre-norm.
 Cost at depth i and token: K D + K^2 + K parameters; 2 K D + 2 K^2 + 2 K D FLOPs (where the weights are computed, one
 compiled block serves all depths: i + 1 is B in K, and B + 1 for the rows of W2); (i + 1) D read and C D written.
@@ -25,15 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from lmres.ops import Span, normed_projection, rms_scale, weighted_sums
-from lmres.residual.interface import Axes, Cost, History, check_not_negative, without_empty
+from lmres.residual.interface import Axes, Cost, History, check_not_negative
 from lmres.residual.weighted import WeightedReads
 
 _GELU_FLOPS = 68.0  # of one exact GELU: XLA's erfc is a polynomial
 
 
-def _entries(flat, at, valid):
-    """``flat[at]`` where ``valid``, 0 elsewhere."""
-    return jnp.where(valid, flat.at[jnp.where(valid, at, 0)].get(mode="promise_in_bounds"), 0)
+def _entries(flat, at, valid, other=0):
+    """``flat[at]`` where ``valid``, ``other`` elsewhere."""
+    at = flat.at[jnp.where(valid, at, 0)]
+    return jnp.where(valid, at.get(mode="promise_in_bounds", wrap_negative_indices=False), other)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class MUDDFormer(WeightedReads):
     source: ClassVar[str] = "arXiv:2502.12170"
     left_out: ClassVar[str] = "re-allocation of MLP sizes over depth (a matter of the model, not of the connection)"
     # The weight matrices decay like any other; the biases, which hold the start, and the gains do not.
-    no_decay: ClassVar[tuple[str, ...]] = ("bias", "head_bias", "gain", "head_gain")
+    no_decay: ClassVar[tuple[str, ...]] = ("bias", "gain")
 
     @property
     def name(self):
@@ -75,36 +78,23 @@ class MUDDFormer(WeightedReads):
             raise ValueError(f"residual.ways={list(self.ways)} must be [4] (query, key, value, residual) or [1]")
         check_not_negative(eps=self.eps)
 
-    def _sizes(self, depth: int) -> list[tuple[int, int]]:
-        """(first bias, number of sources) of the readers 1 .. depth - 1, in flat arrays; the last entry is the end."""
-        ways, first, found = self.ways[0], 0, []
-        for i in range(1, depth):
-            found.append((first, i + 1))
-            first += ways * (i + 1)
-        return [*found, (first, 0)]
+    def _readers(self, depth: int) -> list[tuple[int, int, int]]:
+        """(ways, sources of each, hidden units) of the blocks from the second on, and of the readout."""
+        ways, slots = self.ways[0], depth + 1
+        blocks = [(ways, i + 1, ways * (i + 1)) for i in range(1, depth)]
+        return [*blocks, (1, slots, slots * (4 if self.expand_last else 1))]
 
     def init(self, key, depth, width):
-        ways, sizes = self.ways[0], self._sizes(depth)
-        bias = np.zeros(sizes[-1][0], np.float32)
-        head_bias = np.zeros(depth + 1, np.float32)
-        if self.norm == "none":
-            for first, sources in sizes[:-1]:
-                bias[first : first + ways * sources].reshape(ways, sources)[:, -1] = 1.0
-            head_bias[-1] = 1.0
-        shared = {"bias": jnp.asarray(bias), "head_bias": jnp.asarray(head_bias)}
+        readers = self._readers(depth)
+        last = np.concatenate([np.tile(np.arange(n) == n - 1, ways) for ways, n, _ in readers]).astype(np.float32)
+        shared = {"bias": jnp.asarray(last if self.norm == "none" else 0 * last)}
         if self.dynamic == "token":
-            keys, head = jax.random.split(key), (depth + 1) * (4 if self.expand_last else 1)
-            normal = lambda k, rows: jax.random.normal(k, (rows, width), jnp.float32) * width**-0.5  # noqa: E731
-            shared |= {
-                "w1": normal(keys[0], len(bias)),
-                "w2": jnp.zeros(sum((ways * n) ** 2 for _, n in sizes[:-1]), jnp.float32),
-                "head_w1": normal(keys[1], head),
-                "head_w2": jnp.zeros((depth + 1, head), jnp.float32),
-            }
+            hidden = sum(units for *_, units in readers)
+            shared["w1"] = jax.random.normal(key, (hidden, width), jnp.float32) * width**-0.5
+            shared["w2"] = jnp.zeros(sum(ways * n * units for ways, n, units in readers), jnp.float32)
         if self.norm == "prepost":
-            shared["gain"] = jnp.full((depth - 1, ways, width), 1e-3, jnp.float32)
-            shared["head_gain"] = jnp.full(width, 1e-3, jnp.float32)
-        return {"layers": {}, "shared": without_empty(shared)}
+            shared["gain"] = jnp.full((sum(ways for ways, *_ in readers), width), 1e-3, jnp.float32)
+        return {"layers": {}, "shared": shared}
 
     def emit(self, carry, y, l):
         return l + 1, y, ()
@@ -121,11 +111,13 @@ class MUDDFormer(WeightedReads):
 
     def weigh(self, params_l, seen, l, ways, count):
         """A of reader ``l``, [C, M, B, S], or [C, M] where static, zero for entries to come; the extra is the gain."""
-        if "bias" not in params_l:  # one block: its ways are e
+        if count == 2:  # one block: its ways are e
             a, gain = jnp.eye(1, count).repeat(ways, 0), jnp.zeros((ways, seen["newest"].shape[-1]))
         else:
-            a = self._rows(params_l, seen["newest"], l, ways, count)
-            gain = jnp.where(l > 0, params_l["gain"][jnp.maximum(l - 1, 0)], 0) if self.norm == "prepost" else ()
+            a, gain = self._rows(params_l, seen["newest"], l, ways, count), ()
+            if self.norm == "prepost":
+                gain = jax.lax.dynamic_slice_in_dim(params_l["gain"], ways * jnp.maximum(l - 1, 0), ways)
+                gain = jnp.where(l > 0, gain, 0)
         return self._normed(a, seen, gain)
 
     def _normed(self, a, seen, gain):
@@ -134,20 +126,19 @@ class MUDDFormer(WeightedReads):
         return [(a if a.ndim == 4 else a[..., None, None]) * seen["scale"]], gain
 
     def _rows(self, params_l, newest, l, ways, count):
-        """A before any norm. Flat arrays hold reader after reader, of one its ways, of one way its sources."""
+        """A of block ``l`` before any norm."""
         column = jnp.arange(count)
         valid = (column <= l) & (l > 0)
-        first = ways * (l * (l + 1) // 2 - 1)
+        sizes = np.array([(0, 0), *((c * n, c * n * units) for c, n, units in self._readers(count - 1))])
+        first, before = jnp.asarray(np.cumsum(sizes[:-1], 0) - sizes[:-1], jnp.int32)[l]
         row = jnp.arange(ways)[:, None] * (l + 1) + column
-        a = _entries(params_l["bias"], first + row, valid)
-        a = a + ((column == 0) & (l == 0)).astype(a.dtype)  # before the first block all ways are e
+        a = _entries(params_l["bias"], first + row, valid, column == 0)  # before the first block all ways are e
         if self.dynamic == "static":
             return a
-        # As many hidden units as the last reader has, whose are the last of the array: no window ends beyond it. The
-        # units in it that are the next readers' meet zeros in W2.
+        # As many hidden units as the last block has, after whose come the readout's: no window ends beyond the array.
+        # The units in it that are the next readers' meet zeros in W2.
         unit = jnp.arange(ways * (count - 1))
-        w1 = jax.lax.dynamic_slice_in_dim(params_l["w1"], jnp.maximum(first, 0), len(unit))
-        before = ways * ways * (l * (l + 1) * (2 * l + 1) // 6 - 1)
+        w1 = jax.lax.dynamic_slice_in_dim(params_l["w1"], first, len(unit))
         entry = before + row[..., None] * (ways * (l + 1)) + unit
         w2 = _entries(params_l["w2"], entry, valid[:, None] & (unit < ways * (l + 1)))
         return self._moving(newest, w1, w2.reshape(-1, len(unit)), a)
@@ -160,20 +151,23 @@ class MUDDFormer(WeightedReads):
 
     def finish(self, params_l, x, seen, extra):
         if self.norm == "prepost":
-            if params_l is not None:
-                extra = extra[:, None, None] * rms_scale(x, self.eps)
-            x = seen["newest"] + (extra * x).astype(x.dtype)
+            if params_l is None:
+                gained = extra * x
+            else:  # in this order the backward pass holds no gain for every token
+                gain, scale = extra[:, None, None], rms_scale(x, self.eps)
+                gained, extra = gain * (scale * x), gain * scale
+            x = seen["newest"] + gained.astype(x.dtype)
         return super().finish(params_l, x, seen, extra)
 
     def close(self, params, state, context=None):
         values = state.slots["value"]
         seen = {"newest": values[-1], "scale": state.slots.get("scale")}
         if context is None:
-            p = params["shared"]
-            a = p["head_bias"][None]
+            p, (_, slots, hidden) = params["shared"], self._readers(len(values) - 1)[-1]
+            a = p["bias"][None, -slots:]
             if self.dynamic == "token":
-                a = self._moving(values[-1], p["head_w1"], p["head_w2"], a)
-            weights, extra = self._normed(a, seen, p["head_gain"][None] if self.norm == "prepost" else ())
+                a = self._moving(values[-1], p["w1"][-hidden:], p["w2"][-slots * hidden :].reshape(slots, hidden), a)
+            weights, extra = self._normed(a, seen, p["gain"][-1:] if self.norm == "prepost" else ())
         else:
             weights, extra = context
         x = weighted_sums(weights, values)
@@ -181,15 +175,13 @@ class MUDDFormer(WeightedReads):
         return h, (weights, extra)
 
     def cost(self, depth, width):
-        ways, slots, expand = self.ways[0], depth + 1, 4 if self.expand_last else 1
-        # Readers as (inputs, sources of each, hidden units): those of the blocks but the first, and the readout.
-        readers = [(ways, i + 1, ways * (i + 1)) for i in range(1, depth)] + [(1, slots, slots * expand)]
+        ways, slots, readers = self.ways[0], depth + 1, self._readers(depth)
         params, sums = sum(c * sources for c, sources, _ in readers), ways + sum(c * n for c, n, _ in readers)
         flops = 2.0 * (sums + depth) * width  # and the plain skips inside a block of two sub-layers
         if self.dynamic == "token":
             params += sum(hidden * (width + c * sources) for c, sources, hidden in readers)
             # One compiled block for all depths: every reader has the hidden units of the last.
-            for hidden, rows, times in ((ways * depth, ways * slots, depth), (slots * expand, slots, 1)):
+            for hidden, rows, times in ((ways * depth, ways * slots, depth), (readers[-1][2], slots, 1)):
                 flops += times * ((2.0 * hidden + 2.0) * width + (2.0 * rows + _GELU_FLOPS) * hidden)
         if self.norm == "prepost":
             params += sum(c for c, _, _ in readers) * width

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from lmres.ops import Span, weighted_sums, weighted_sums_back
-from lmres.residual.interface import AppendOnly, Index, Params, ways_of
+from lmres.residual.interface import AppendOnly, Index, Params
 
 Seen = dict[str, Any]
 
@@ -84,29 +84,33 @@ class WeightedReads(AppendOnly):
         x, extra = self.finish(params_l if context is None else None, x, seen, extra)
         return x, (weights, extra)
 
-    def accumulate(self, params_l, slots, carry, l, g_x, g_slots):
-        """Backward of ``read``, in place: only what was read is touched."""
-        ways, span, values = ways_of(g_x), self.span(l), slots["value"]
-        seen = self._seen(slots, carry, l, ways)
+    def read_vjp(self, params_l, state, l, ways=1):
+        """In place: only what was read is touched."""
+        values, span = state.slots["value"], self.span(l)
+        seen = self._seen(state.slots, state.carry, l, ways)
         weigh = lambda p, seen: self.weigh(p, seen, l, ways, len(values))  # noqa: E731
         (weights, extra), weigh_vjp = jax.vjp(weigh, params_l, seen)
         sums = weighted_sums(weights, values, span)
         finish = lambda p, x, seen, extra: self.finish(p, x, seen, extra)[0]  # noqa: E731
-        # Where finish is the identity its pullback needs no sums, and the compiler drops them.
-        g_params, g_sums, g_seen, g_extra = jax.vjp(finish, params_l, sums, seen, extra)[1](g_x)
-        g_weights, g_values = weighted_sums_back(g_sums, weights, values, g_slots["value"], span)
-        g_weights = [g.astype(w.dtype) for g, w in zip(g_weights, weights, strict=True)]
-        g_more, g_seen_more = weigh_vjp((g_weights, g_extra))
-        g_params, g_seen = jax.tree.map(jnp.add, (g_params, g_seen), (g_more, g_seen_more))
-        g_slots = {**g_slots, "value": g_values}
-        if "newest" in g_seen:
-            new = jax.lax.dynamic_index_in_dim(g_values, l, 0, keepdims=False) + g_seen["newest"]
-            g_slots["value"] = jax.lax.dynamic_update_index_in_dim(g_values, new, l, 0)
-        if "logits" in g_seen:
-            rows, first = g_slots["logits"], self.reader(l)
-            new = jax.lax.dynamic_slice_in_dim(rows, first, self.rows(ways), 1) + g_seen["logits"]
-            g_slots["logits"] = jax.lax.dynamic_update_slice_in_dim(rows, new, first, 1)
-        if "scale" in g_seen:
-            g_slots["scale"] = g_slots["scale"] + g_seen["scale"]
-        g_carry = g_seen["carry"] if "carry" in g_seen else jax.tree.map(jnp.zeros_like, carry)
-        return g_params, g_slots, g_carry
+        x, finish_vjp = jax.vjp(finish, params_l, sums, seen, extra)
+
+        def back(g_x, g_slots):
+            g_params, g_sums, g_seen, g_extra = finish_vjp(g_x)
+            g_weights, g_values = weighted_sums_back(g_sums, weights, values, g_slots["value"], span)
+            g_weights = [g.astype(w.dtype) for g, w in zip(g_weights, weights, strict=True)]
+            g_more, g_seen_more = weigh_vjp((g_weights, g_extra))
+            g_params, g_seen = jax.tree.map(jnp.add, (g_params, g_seen), (g_more, g_seen_more))
+            g_slots = {**g_slots, "value": g_values}
+            if "newest" in g_seen:
+                new = jax.lax.dynamic_index_in_dim(g_values, l, 0, keepdims=False) + g_seen["newest"]
+                g_slots["value"] = jax.lax.dynamic_update_index_in_dim(g_values, new, l, 0)
+            if "logits" in g_seen:
+                rows, first = g_slots["logits"], self.reader(l)
+                new = jax.lax.dynamic_slice_in_dim(rows, first, self.rows(ways), 1) + g_seen["logits"]
+                g_slots["logits"] = jax.lax.dynamic_update_slice_in_dim(rows, new, first, 1)
+            if "scale" in g_seen:
+                g_slots["scale"] = g_slots["scale"] + g_seen["scale"]
+            g_carry = g_seen["carry"] if "carry" in g_seen else jax.tree.map(jnp.zeros_like, state.carry)
+            return g_params, g_slots, g_carry
+
+        return x, back

@@ -145,15 +145,11 @@ def product_branch(arrays, k):
 def muddformer(case, arrays):
     hyper = case["hyper"]
     blocks, expand = hyper["n_blocks"], hyper.get("expand_last", False)
-    flat = lambda name: jnp.concatenate([arrays[name.format(i)].ravel() for i in range(blocks - 1)])  # noqa: E731
-    last = blocks - 1
+    flat = lambda name: jnp.concatenate([arrays[name.format(i)].ravel() for i in range(blocks)])  # noqa: E731
     shared = {
         "bias": flat("param.dense_bs{}"),
-        "w1": jnp.concatenate([arrays[f"param.dense{i}.w1"] for i in range(last)]),
+        "w1": jnp.concatenate([arrays[f"param.dense{i}.w1"] for i in range(blocks)]),
         "w2": flat("param.dense{}.w2"),
-        "head_bias": arrays[f"param.dense_bs{last}"][0],
-        "head_w1": arrays[f"param.dense{last}.w1"],
-        "head_w2": arrays[f"param.dense{last}.w2"],
     }
 
     def block(k):

@@ -85,18 +85,20 @@ def gelu(x):
     return 0.5 * x * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
 
 
-def muddformer(p, ways=4, dynamic=True, prepost=False):
+def muddformer(p, ways=4, dynamic=True, prepost=False, expand=1):
     """Token by token weights A = GELU(Norm(X_i) W1) W2 + a."""
-    X, used = [E], {"bias": 0, "w1": 0, "w2": 0}
+    X, used = [E], dict.fromkeys(p, 0)
 
     def take(name, *shape):
-        flat = p[name].reshape(-1, D) if name == "w1" else p[name]
-        count = shape[0] if name == "w1" else math.prod(shape)
-        first = used[name]
+        count, first = math.prod(shape), used[name]
         used[name] += count
-        return flat[first : first + count].reshape(*shape, *(D,) * (name == "w1"))
+        return p[name].ravel()[first : first + count].reshape(shape)
 
-    def mix(bias, w1, w2, gains):
+    def mix(ways, hidden):
+        bias, w1 = take("bias", ways, len(X)), None
+        if dynamic:
+            w1, w2 = take("w1", hidden, D), take("w2", ways * len(X), hidden)
+        gains = take("gain", ways, D) if prepost else None
         A = np.broadcast_to(bias[..., None, None], (*bias.shape, B, S))
         if w1 is not None:
             moving = gelu(rms(X[-1]) @ w1.T) @ w2.T
@@ -109,13 +111,10 @@ def muddformer(p, ways=4, dynamic=True, prepost=False):
     for i in range(1, N + 1):
         X.append(block(i - 1, inputs if ways == 4 else inputs[0]))
         if i < N:
-            rows = ways * (i + 1)
-            bias = take("bias", ways, i + 1)
-            w = (take("w1", rows), take("w2", rows, rows)) if dynamic else (None, None)
-            inputs = mix(bias, *w, p["gain"][i - 1] if prepost else None)
-    assert all(n == len(p[name]) for name, n in used.items() if name in p)
-    w = (p["head_w1"], p["head_w2"]) if dynamic else (None, None)
-    return mix(p["head_bias"][None], *w, p["head_gain"][None] if prepost else None)[0]
+            inputs = mix(ways, ways * (i + 1))
+    out = mix(1, (N + 1) * expand)[0]
+    assert all(n == p[name].size for name, n in used.items())
+    return out
 
 
 # Softmax attention over depth

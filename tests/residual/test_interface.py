@@ -24,7 +24,7 @@ from lmres.residual import (
     layer_params,
     run_layers,
 )
-from lmres.residual.interface import Exchange, Lent
+from lmres.residual.interface import Exchange, Lent, ways_of
 
 DEPTH, B, S, D, HEADS = 6, 2, 3, 8, 2
 FITTED = [c.fit(HEADS, D // HEADS) for c in ALL]
@@ -71,7 +71,7 @@ def test_data(connection):
 
 
 @pytest.mark.parametrize("connection", [c for c in FITTED if isinstance(c, AppendOnly)], ids=name)
-def test_accumulate_equals_differentiating_read(connection):
+def test_read_vjp_equals_differentiating_read(connection):
     """The override adds in place what the default gets from autodiff; jitted with a traced l, as it is used."""
     e, weights, params = setting(connection)
     _, record = run_layers(connection, params, branches(weights), e)
@@ -81,8 +81,9 @@ def test_accumulate_equals_differentiating_read(connection):
     g_slots, carry = jax.tree.map(noise, slots), jax.tree.map(noise, record.state.carry)
 
     def both(l, g_x):
-        arguments = (layer_params(params, l), slots, carry, l, g_x, g_slots)
-        return connection.accumulate(*arguments), AppendOnly.accumulate(connection, *arguments)
+        read = layer_params(params, l), History(slots, carry), l, ways_of(g_x)
+        pairs = connection.read_vjp(*read), AppendOnly.read_vjp(connection, *read)
+        return [(x, back(g_x, g_slots)) for x, back in pairs]
 
     both = jax.jit(both)
     for l in range(DEPTH):
