@@ -29,6 +29,15 @@ _KEYS = {4: "btgk", 5: "wbtgk", 6: "nvsbgk"}
 _LOGITS = {4: "bgrst", 5: "bgrswt", 6: "bgrsnv"}
 
 
+def own_cells(key: Array, value: Array, mask: Array, bias: Array | None = None) -> Cells:
+    """A tile's own keys and values [B, S, G, K] as cells: all of the tile, or, where the mask has the axes of near
+    cells, each query's own."""
+    if mask.ndim == 3:
+        return Cells(key, value, mask, bias)
+    one_each = lambda x: jnp.moveaxis(x, 1, 0)[None, None]  # noqa: E731
+    return Cells(one_each(key), one_each(value), mask, bias)
+
+
 def attend_cells(query: Array, cells: tuple[Cells, ...]) -> Array:
     """Softmax attention of ``query`` [B, S, H, K] over all ``cells`` jointly; returns [B, S, H, K].
 

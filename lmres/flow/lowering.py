@@ -1,8 +1,8 @@
 """From a read set to index tables: which keys each reader gathers, so that masked work stays small.
 
 A reader's sources are split by distance. Near tokens, d < N, are gathered one by one, each at the few layers that are
-read at that distance; farther ones as whole rows, one per source layer. Keys that a cell has just made itself, of its
-own layer for the tokens of its tile, are at hand and in neither table. N is what makes the gathered keys fewest:
+read at that distance; farther ones as whole rows, one per source layer. What a cell has just made is at hand and is in
+neither table: its own key, or those of its layer for its whole tile. N is what makes the keys fewest:
 
     standard, block(w)   N = 0: w - 1 rows below the own one      moda           N = 1: own column; no rows
     rectangle(C)         N = C: a patch of C x L                  diagonal(-1)   N = L - 1: one key each; one row
@@ -12,18 +12,22 @@ Layers are counted from 0 here.
 
 import dataclasses
 import functools
+from typing import Literal
 
 import numpy as np
 
 from lmres.flow.readset import ReadSet
 
 LONGEST_NEAR = 512  # tokens gathered one by one, at most
+AtHand = Literal["tile", "cell", "nothing"]  # of the own layer: all of the tile, the own cell alone, or nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowering:
-    """near: [L][N][Wn], far: [L][W] source layers from 0, -1 where a place is not needed (nested tuples)."""
+    """near: [L][N][Wn], far: [L][W] source layers from 0, -1 where a place is not needed (nested tuples). at_hand: what
+    is in neither."""
 
+    at_hand: AtHand
     near: tuple[tuple[tuple[int, ...], ...], ...]
     far: tuple[tuple[int, ...], ...]
 
@@ -46,15 +50,27 @@ class Lowering:
             np.array(self.far, np.int32).reshape(layers, self.rows),
         )
 
-    def keys(self, tokens: int) -> int:
-        """Keys gathered per query among ``tokens`` tokens, masked ones included."""
-        return sum(len(at) for at in self.near[0]) + self.rows * tokens
+    def keys(self, tokens: int, tile: int) -> int:
+        """Keys that a query is compared with among ``tokens`` tokens, ``tile`` of them at a time, masked ones
+        included."""
+        own = {"tile": tile, "cell": 1, "nothing": 0}[self.at_hand]
+        return own + sum(len(at) for at in self.near[0]) + self.rows * tokens
 
 
 @functools.lru_cache(maxsize=256)
-def lower(reads: ReadSet, tokens: int, one_tile: bool) -> Lowering:
-    """The tables for sequences of ``tokens`` tokens. one_tile: all tokens are one tile, so no own layer is gathered."""
-    found = [_by_distance(reads, l, tokens, one_tile) for l in range(1, reads.layers + 1)]
+def lower(reads: ReadSet, tokens: int, one_tile: bool, own: bool = True) -> Lowering:
+    """The tables for sequences of ``tokens`` tokens. one_tile: all tokens are one tile. own: whether a cell makes keys
+    of its own layer."""
+    if not own:
+        return _lower(reads, tokens, "nothing", one_tile)
+    if not one_tile:
+        return _lower(reads, tokens, "tile", one_tile)
+    forms = [_lower(reads, tokens, at_hand, one_tile) for at_hand in ("tile", "cell")]
+    return min(forms, key=lambda form: form.keys(tokens, tokens))
+
+
+def _lower(reads: ReadSet, tokens: int, at_hand: AtHand, one_tile: bool) -> Lowering:
+    found = [_by_distance(reads, l, tokens, at_hand, one_tile) for l in range(1, reads.layers + 1)]
     last = len(found[0])  # from here on all distances are as the last one
 
     def rows_from(near):
@@ -69,12 +85,13 @@ def lower(reads: ReadSet, tokens: int, one_tile: bool) -> Lowering:
     rows = rows_from(near)
     many = max(map(len, rows))
     return Lowering(
+        at_hand,
         tuple(tuple(_padded(sorted(at[min(d, last - 1)]), width) for d in range(near)) for at in found),
         tuple(_padded(row, many) for row in rows),
     )
 
 
-def _by_distance(reads: ReadSet, l: int, tokens: int, one_tile: bool) -> list[set[int]]:
+def _by_distance(reads: ReadSet, l: int, tokens: int, at_hand: AtHand, one_tile: bool) -> list[set[int]]:
     """Source layers from 0 that reader l reads at each distance, up to one from which on they stay the same."""
     ends = [reads.settled_distance(term, tokens) for term in reads.terms]
     found: list[set[int]] = [set() for _ in range(min(tokens, max(ends) + 1))]
@@ -84,7 +101,7 @@ def _by_distance(reads: ReadSet, l: int, tokens: int, one_tile: bool) -> list[se
             low, high = term.layers_at(l, d, reads.sources)
             found[d].update(range(low - 1, high))
     for d, at in enumerate(found):
-        if one_tile or d == 0:
+        if at_hand != "nothing" and (d == 0 or (at_hand == "tile" and one_tile)):
             at.discard(l - 1)
     return found
 

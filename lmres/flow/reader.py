@@ -38,7 +38,8 @@ class Gathered(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """What may be read: own [., S, S], rows [., S, W, T], near [., S, N, V]; and which source layers [W], [N, V]."""
+    """What may be read: own [., S, S], or [., S, 1, 1] where the own cell alone is at hand; rows [., S, W, T], near
+    [., S, N, V]; and which source layers [W], [N, V]."""
 
     own: Array
     rows: Array
@@ -66,7 +67,7 @@ class Reader:
 
     @property
     def lowering(self) -> Lowering:
-        return lower(self.reads, self.tokens, self.one_tile and self.store.has_own)
+        return lower(self.reads, self.tokens, self.one_tile, self.store.has_own)
 
     def _layers(self, l: Any) -> tuple[Array, Array]:
         """Source layers of what reader ``l`` gathers, [N, V] and [W]; -1 where a place is not needed."""
@@ -115,13 +116,15 @@ class Reader:
     def written(self, tile_of: Array, tile: Array, u: Any, l: Any) -> tuple[Array, Array]:
         """Whether gathered cells were computed before cell (tile ``u``, layer ``l``): ([W, T], [N, V, S]).
 
-        tile_of: [T], the number of each token's tile; tiles run in order, layers from the bottom within each.
+        tile_of: [T], the number of each token's tile; tiles run in order, layers from the bottom within each, and a
+        cell's own keys are written before it reads.
         """
         near, far = self._layers(l)
         before = self._near_tokens(tile)
 
         def done(layer, token):
-            return (tile_of[token] < u) | ((tile_of[token] == u) & (layer < l))
+            written = (layer <= l) & self.store.has_own
+            return (tile_of[token] < u) | ((tile_of[token] == u) & written)
 
         rows = done(far[:, None], jnp.arange(self.tokens))
         return rows, done(near[:, :, None], jnp.maximum(before, 0)[:, None, :])
@@ -150,17 +153,24 @@ class Reader:
             pick = lambda a: None if a is None else axes(a[:, index])  # noqa: E731
             return pick(position), pick(place), pick(segment)
 
-        own = allowed(*of(tile, lambda a: a[:, None, :]), l, 1) & self.store.has_own
+        own = allowed(*of(tile, lambda a: a[:, None, :]), l, 1)
         everything = jnp.arange(self.tokens)
         rows = allowed(*of(everything, lambda a: a[:, None, None, :]), far[:, None], 2)
-        # Cells that the tile has just made are at hand; near cells are not gathered twice.
-        in_tile = jnp.zeros(self.tokens, bool).at[tile].set(self.store.has_own)
-        made = in_tile & (far[:, None] == l)
-        rows = rows & ~made & (far[:, None] >= 0)
         if self.lowering.near_tokens:
             distance = t[:, :, None, None] - position[:, None, None, :]
-            rows = rows & (distance >= self.lowering.near_tokens)
+            rows = rows & (distance >= self.lowering.near_tokens)  # near cells are not gathered twice
         cells = allowed(*of(jnp.maximum(before, 0).T, lambda a: a[..., None]), near, 2)
-        outside = (before < 0).T[:, :, None]
-        made = in_tile[jnp.maximum(before, 0)].T[:, :, None] & (near == l)
-        return Masks(own, rows, cells & ~made & ~outside & (near >= 0), far, near)
+        cells = cells & (before >= 0).T[:, :, None]
+        # Nor is what is at hand.
+        if self.lowering.at_hand == "tile":
+            in_tile = jnp.zeros(self.tokens, bool).at[tile].set(True)
+            made_rows, made_cells = in_tile, in_tile[jnp.maximum(before, 0)]
+        elif self.lowering.at_hand == "cell":
+            place = np.arange(tile.shape[0])
+            own = own[:, place, place][:, :, None, None]
+            made_rows, made_cells = everything == tile[:, None, None], before == tile
+        else:
+            own, made_rows, made_cells = jnp.zeros_like(own), jnp.zeros((), bool), jnp.zeros((1, 1), bool)
+        rows = rows & ~(made_rows & (far[:, None] == l)) & (far[:, None] >= 0)
+        cells = cells & ~(made_cells.T[:, :, None] & (near == l)) & (near >= 0)
+        return Masks(own, rows, cells, far, near)

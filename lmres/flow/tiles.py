@@ -175,10 +175,14 @@ def run_tiles(
 
 
 def extend_tiles(
-    plan: Tiles, shared: Any, layers: Any, e: Array, grid: Any, tokens: Tokens, start: Array
+    plan: Tiles, shared: Any, layers: Any, e: Array, grid: Any, tokens: Tokens, start: int | Array = 0
 ) -> tuple[Array, Any]:
-    """As ``run_tiles`` for ``plan.tokens`` more tokens, from place ``start`` of a larger grid on that holds what was
-    computed before. ``tokens`` tells of all places of the grid. Not made to be differentiated."""
+    """As ``run_tiles`` for ``plan.tokens`` tokens from place ``start`` of a larger grid on, which holds what was
+    computed before; ``tokens`` tells of all places of the grid.
+
+    Differentiated as it stands, so the backward pass keeps what each cell gathered and computed instead of computing it
+    again: what one wants of one tile with memory to spare, and never of many.
+    """
     return _forward(plan, shared, layers, e, grid, None, tokens, start)[0]
 
 
@@ -193,9 +197,9 @@ def _forward(plan, shared, layers, e, grid, previous, tokens, start=0):
             state, grid = carry
             layer, l = xs
             made = program.keys(shared, layer, state, tokens, tile, l)
+            grid = plan.put(grid, made, tile, plan.written(l))
             gathered = plan.read(grid, previous, u, tile, l)
-            after = program.step(shared, layer, state, _own(made), gathered, tokens, tile, l)
-            return (after, plan.put(grid, made, tile, plan.written(l))), state
+            return (program.step(shared, layer, state, _own(made), gathered, tokens, tile, l), grid), state
 
         (state, grid), before = jax.lax.scan(cell, (program.open(shared, e_u), grid), (layers, jnp.arange(plan.layers)))
         if len(plan.last):
@@ -230,15 +234,16 @@ def _backward(plan, saved, cotangents):
         def cell(carry, xs):
             g_state, g_shared, g_grid, g_previous = carry
             layer, state, l = xs
+            keys = partial(program.keys, tokens=tokens, tile=tile, l=l)
+            step = partial(program.step, tokens=tokens, tile=tile, l=l)
+            made, keys_vjp = jax.vjp(keys, shared, layer, state)
             gathered = plan.read(grid, previous, u, tile, l)
-
-            def step(shared, layer, state, gathered):
-                made = program.keys(shared, layer, state, tokens, tile, l)
-                return program.step(shared, layer, state, _own(made), gathered, tokens, tile, l), made
-
-            _, step_vjp = jax.vjp(step, shared, layer, state, gathered)
-            g_more, g_layer, g_state, g_gathered = step_vjp((g_state, plan.take(g_grid, tile, plan.written(l))))
+            _, step_vjp = jax.vjp(step, shared, layer, state, _own(made), gathered)
+            *g_step, g_own, g_gathered = step_vjp(g_state)
             g_grid, g_previous = plan.read_transposed(g_grid, g_previous, g_gathered, u, tile, l)
+            # The cell itself is among the readers of what it made.
+            g_made = jax.tree.map(lambda g, own: g.at[0].add(own), plan.take(g_grid, tile, plan.written(l)), g_own)
+            g_more, g_layer, g_state = add(tuple(g_step), keys_vjp(g_made))
             return (g_state, add(g_shared, g_more), g_grid, g_previous), g_layer
 
         carry = (g_state, g_shared, g_grid, g_previous)

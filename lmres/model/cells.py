@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from lmres.flow import FlowConfig, Reader
-from lmres.flow.attention import Cells, attend_cells
+from lmres.flow.attention import Cells, attend_cells, own_cells
 from lmres.flow.geometry import Feedback, Pool, Standard
 from lmres.flow.reader import Masks
 from lmres.flow.store import Store
@@ -202,7 +202,7 @@ def _cells(own, gathered, masks: Masks, bias, l) -> tuple[Cells, ...]:
         Cells(*gathered.rows, masks.rows, None if rows is None else rows[:, None]),
         Cells(*gathered.near, masks.near, at(masks.near_layers)),
     )
-    return found if own == () else (Cells(*own, masks.own, at(l)), *found)
+    return found if own == () else (own_cells(*own, masks.own, at(l)), *found)
 
 
 def _without(masks: Masks, l) -> Masks:

@@ -73,6 +73,8 @@ def run_on_grid(model: Grid, e: Array, tokens: GridTokens) -> tuple[Array, KeyVa
     elif schedule == "swept":
         plan = model.tiles(reader, size, tiles, strided=True)
         h, grid = _swept(plan, flow, _first_grid(model, shared, layers, e, grid, tokens), shared, layers, e, tokens)
+    elif schedule == "parallel" and model.config.remat == "none":
+        h, grid = extend_tiles(model.tiles(reader, size, tiles), shared, layers, e, grid, tokens)
     else:
         h, grid = run_tiles(model.tiles(reader, size, tiles), shared, layers, e, grid, None, tokens)
     return h[:, :count], jax.tree.map(lambda x: x[:, :, :count], grid)

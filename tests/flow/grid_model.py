@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lmres.flow.attention import Cells, attend_cells
+from lmres.flow.attention import Cells, attend_cells, own_cells
 from lmres.flow.reader import Reader, Tokens
 from lmres.flow.store import Store
 from lmres.flow.tiles import Tiles, run_tiles
@@ -48,7 +48,7 @@ class Program:
         y = attend_cells(
             query,
             (
-                Cells(*own, masks.own, beta[l]),
+                own_cells(*own, masks.own, beta[l]),
                 Cells(*gathered.rows, masks.rows, beta[masks.row_layers][:, None]),
                 Cells(*gathered.near, masks.near, beta[masks.near_layers]),
             ),

@@ -57,8 +57,10 @@ def test_every_read_is_gathered_once(geometry, layers):
             count = gathered(lowering, l)
             assert count.max() <= 1
             count = count[:, : reads.sources]
-            count[0, l:] = 0  # the own cell is at hand, and no cell above it exists yet: masked within rows
-            count[0 if not one_tile else slice(None), l] += 1  # own keys
+            count[0, l + 1 :] = 0  # no cell above the own one exists yet: masked within rows
+            count[0, l] = 1  # masked within rows, and at hand
+            if one_tile and lowering.at_hand == "tile":
+                count[1:, l] += 1
             assert count.max() <= 1
             for t, s, m in np.argwhere(allowed[:, l]):
                 assert count[t - s, m] == 1, (t, l, s, m)
@@ -76,8 +78,8 @@ def test_masks_pass_every_read_once(geometry):
             tile = u * size + np.arange(size)
             for l in range(3):
                 own, rows, cells, row_layers, _ = (np.asarray(x) for x in masks(tile, l))
-                for i, s in np.argwhere(own[0]):
-                    passed[tile[i], l, tile[s], l] += 1
+                for i, s, *one in np.argwhere(own[0]):
+                    passed[tile[i], l, tile[i if one else s], l] += 1
                 for i, w, s in np.argwhere(rows[0]):
                     passed[tile[i], l, s, row_layers[w]] += 1
                 for i, d, v in np.argwhere(cells[0]):
@@ -87,19 +89,21 @@ def test_masks_pass_every_read_once(geometry):
 
 def keys(geometry, tokens, one_tile=True, layers=4):
     lowering = lower(made(geometry).reads(layers), tokens, one_tile)
-    return lowering.near_tokens, lowering.rows, lowering.keys(tokens)
+    return lowering.near_tokens, lowering.rows, lowering.keys(tokens, tokens if one_tile else 1)
 
 
 @pytest.mark.parametrize("tokens", [16, 64])
 def test_few_keys_are_gathered(tokens):
-    assert keys("standard", tokens) == (0, 0, 0)
-    assert keys("standard", tokens, one_tile=False) == (0, 1, tokens)
+    """Own keys included: no more than a layer's row, or what is read at any distance."""
+    assert keys("standard", tokens) == (0, 0, tokens)
+    assert keys("standard", tokens, one_tile=False) == (0, 1, tokens + 1)
     for width in (1, 2, 4):
-        assert keys(f"block({width})", tokens) == (0, width - 1, (width - 1) * tokens)
-    assert keys("moda", tokens) == (1, 0, 3)
+        assert keys(f"block({width})", tokens) == (0, width - 1, width * tokens)
+    assert keys("moda", tokens) == (1, 0, tokens + 3)
+    assert keys("diagonal(-1/2)", tokens)[2] <= tokens + 8
     near, rows, count = keys("rectangle(4)", tokens)
-    assert (near, rows) == (4, 0) and count <= 4 * 4
+    assert (near, rows) == (4, 0) and count <= tokens + 4 * 4
     assert keys("diagonal(-1)", tokens)[:2] == (3, 1)
-    assert keys("diagonal(-1)", tokens)[2] <= tokens + 3
-    assert keys("top", tokens, one_tile=False)[1:] == (1, tokens)
-    assert keys("deep", tokens, one_tile=False)[1:] == (4, 4 * tokens)
+    assert keys("diagonal(-1)", tokens)[2] <= tokens + 4
+    assert keys("top", tokens, one_tile=False)[1:] == (1, tokens + 1)
+    assert keys("deep", tokens, one_tile=False)[1:] == (4, 4 * tokens + 1)
