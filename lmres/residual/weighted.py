@@ -62,7 +62,8 @@ class WeightedReads(AppendOnly):
 
         Linear in (x, seen) given the extra. ``params_l`` is None in a replay; then ``seen`` holds no logits.
         """
-        return (x[0] if len(x) == 1 else tuple(x)), extra
+        ways = tuple(way[0] for way in jax.lax.split(x, [1] * len(x)))  # its transpose is one concatenation
+        return (ways[0] if len(ways) == 1 else ways), extra
 
     def _seen(self, slots: Any, carry: Any, l: Index, ways: int) -> Seen:
         found = {}

@@ -5,6 +5,7 @@ the history, L / D of its size, which a toy width would make look quadratic.
 """
 
 import functools
+import statistics
 import time
 
 import jax
@@ -35,6 +36,7 @@ STATIC = dict.fromkeys([DenseFormer(), MUDDFormer(dynamic="static"), DeepCrossAt
 MOVING = dict.fromkeys(
     [
         MUDDFormer(),
+        MUDDFormer(norm="prepost"),
         DeepCrossAttention(),
         AttentionResiduals(),
         AttentionResiduals(heads=4),
@@ -46,6 +48,8 @@ MOVING = dict.fromkeys(
     3,
 )
 GROWING = STATIC | MOVING
+RATIO = 2.0  # of compile times, to the plain residual's
+NOISE = 1.15  # of such a ratio, though it is of processor time: caches and memory are shared with what else runs
 
 
 def compiled(connection, blocks):
@@ -56,7 +60,13 @@ def compiled(connection, blocks):
 
 
 @functools.cache
+def warm_up():
+    compiled(Plain(), 2)  # the first program of a process takes longer
+
+
+@functools.cache
 def once(connection, blocks):
+    warm_up()
     return compiled(connection, blocks)
 
 
@@ -106,7 +116,10 @@ def test_depth_blocks_take_less_than_the_full_form():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("connection", GROWING, ids=name)
-def test_compile_time_is_near_that_of_the_plain_residual(connection):
-    limit = 3 * once(Plain(), DEPTHS[1])[1]
-    seconds = quickest(connection, DEPTHS[1], limit)
-    assert seconds <= limit, f"{seconds:.1f} s, plain took {limit / 3:.1f} s"
+def test_compile_time_is_at_most_twice_that_of_the_plain_residual(connection):
+    """Where one pair says otherwise, the median of three decides, whose two are compiled in turn."""
+    ratio = once(connection, DEPTHS[1])[1] / once(Plain(), DEPTHS[1])[1]
+    if ratio > RATIO:
+        pairs = [[compiled(c, DEPTHS[1])[1] for c in (connection, Plain())] for _ in range(3)]
+        ratio = statistics.median(mine / plain for mine, plain in pairs)
+    assert ratio <= RATIO * NOISE, f"{ratio:.2f} times as long"
