@@ -103,13 +103,7 @@ def check_flow(config: RunConfig) -> None:
     """
     model = config.model
     if min(model.blocks, model.context, model.heads, model.kv) >= 1:  # otherwise the model's own check says so
-        config.flow.check(model.blocks, model.context, model.kv)
-        store = config.flow.store(model.blocks)
-        if model.heads_from == "input" and (store.projection != "producer" or store.last()):
-            raise ValueError(
-                f"flow.kind={config.flow.kind} needs keys that are projected, and model.heads_from=input has none; set "
-                "model.heads_from=projections"
-            )
+        config.flow.check(model.blocks, model.context, model.kv, model.heads_from)
 
 
 def residual_depth(model: ModelConfig, residual: Residual) -> int:

@@ -75,9 +75,10 @@ class FlowConfig:
                     raise ValueError(f"flow.{key}={value} has no meaning for flow.kind={self.kind}")
                 parts = tuple(dataclasses.replace(p, **{key: value}) if isinstance(p, means) else p for p in parts)
         geometry = PerHead(parts) if isinstance(geometry, PerHead) else parts[0]
-        if self.adopt is not None and (isinstance(geometry, PerHead) or self.combine == "gated"):
+        if self.adopt is not None and (isinstance(geometry, (PerHead, Pool)) or self.combine == "gated"):
             raise ValueError(
-                f"flow.adopt={self.adopt} has no meaning for heads that are shared out, nor for flow.combine=gated"
+                f"flow.adopt={self.adopt} has no meaning for heads that are shared out, for flow.combine=gated, nor for "
+                f"a pool: flow.kind={self.kind}"
             )
         if self.combine == "gated" and isinstance(geometry, (PerHead, Recurrent, Feedback, Pool)):
             raise ValueError(f"flow.combine=gated needs a geometry that reads the layers' own keys, not {self.kind}")
@@ -103,7 +104,7 @@ class FlowConfig:
         try:
             reads = self.geometry.reads(layers)
         except ValueError as error:
-            raise ValueError(f"flow.kind={self.kind}: {error}") from None
+            raise ValueError(f"flow.kind={self.kind}: {error} (model.blocks={layers})") from None
         return dataclasses.replace(reads, terms=(*reads.terms, OWN_ROW)) if self.combine == "gated" else reads
 
     def parts(self, layers: int) -> tuple[ReadSet, ...]:
@@ -118,10 +119,10 @@ class FlowConfig:
         channels = geometry.channels if isinstance(geometry, Pool) else 0
         return Store(self.reads(layers), "consumer" if consumer else geometry.projection, channels)
 
-    def check(self, layers: int, tokens: int, groups: int = 1) -> None:
+    def check(self, layers: int, tokens: int, groups: int = 1, heads_from: str = "projections") -> None:
         """Raises ValueError, naming keys and numbers, where the settings do not fit a model of so many layers.
 
-        groups: of key/value heads.
+        groups: of key/value heads. heads_from: as in the model's config.
         """
         for key, least in (("sweeps", 0), ("gradient_sweeps", 1), ("groups", 1)):
             if getattr(self, key) < least:
@@ -132,6 +133,12 @@ class FlowConfig:
         shares = len(self.parts(layers))
         if groups % shares:
             raise ValueError(f"flow.kind={self.kind} shares {groups} key/value heads among {shares}; they must divide")
+        store = self.store(layers)
+        if heads_from != "projections" and (store.projection != "producer" or store.last()):
+            raise ValueError(
+                f"flow.kind={self.kind} needs keys that are projected, and model.heads_from={heads_from} has none; set "
+                "model.heads_from=projections"
+            )
 
     def resolve(self, reads: ReadSet, tokens: int) -> Schedule:
         """The schedule for ``tokens`` tokens, never "auto". Raises ValueError where the one asked for is not exact."""

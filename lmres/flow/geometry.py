@@ -45,13 +45,25 @@ class Geometry(abc.ABC):
             terms = (*terms, OWN_ROW)
         elif self.adopt == "mandatory":
             terms = tuple(part for term in terms for part in without_own_past(term))
-        return ReadSet(terms, layers, self.source_layers(layers), str(self))
+        return ReadSet(terms, layers, self.source_layers(layers), self.name)
 
     def __str__(self) -> str:
-        hidden = ("adopt", "output", "border")
-        values = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in hidden]
-        shown = ",".join(str(x) for value in values for x in (value if isinstance(value, tuple) else (value,)))
-        return f"{self.kind}({shown})" if shown else self.kind
+        return self._with(self._given())
+
+    @property
+    def name(self) -> str:
+        """The short notation, with what it leaves out where that is set: ``top(output)``, ``diagonal(1,drop)``."""
+        options = [(f, getattr(self, f.name)) for f in dataclasses.fields(self) if f.default is not dataclasses.MISSING]
+        chosen = [f.name if value is True else value for f, value in options if value != f.default]
+        return self._with([*self._given(), *chosen])
+
+    def _given(self) -> list[Any]:
+        """The values of the short notation."""
+        values = [getattr(self, f.name) for f in dataclasses.fields(self) if f.default is dataclasses.MISSING]
+        return [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
+
+    def _with(self, values: list[Any]) -> str:
+        return f"{self.kind}({','.join(map(str, values))})" if values else self.kind
 
 
 def without_own_past(term: Term) -> tuple[Term, ...]:
@@ -316,16 +328,25 @@ class PerHead(Geometry):
     equation = "that of the head's own part"
 
     def source_layers(self, layers):
-        found = {part.source_layers(layers) for part in self.parts}
-        if len(found) > 1 or any(part.projection != "producer" for part in self.parts):
+        if any(part.projection != "producer" for part in self.parts):
             raise ValueError(f"{self}: only geometries that read the layers' own keys can share the heads")
-        return found.pop()
+        found = [part.source_layers(layers) for part in self.parts]
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"{self.name}: the parts have {', '.join(map(str, found))} source layers; with an output cell in one "
+                "part, every part needs one"
+            )
+        return found[0]
 
     def terms(self, layers):
         return tuple(term for part in self.parts for term in part.terms(layers))
 
     def __str__(self):
         return " + ".join(map(str, self.parts))
+
+    @property
+    def name(self):
+        return " + ".join(part.name for part in self.parts)
 
 
 GEOMETRIES: dict[str, type[Geometry]] = {
@@ -350,7 +371,7 @@ def _parse_one(text: str) -> Geometry:
         raise ValueError(f"{text!r} is no geometry; write one of {', '.join(GEOMETRIES)}, such as diagonal(-1/2)")
     cls = GEOMETRIES[found[1]]
     given = [part.strip() for part in found[2].split(",")] if found[2] else []
-    wanted = [f for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING and f.name not in ("adopt",)]
+    wanted = [f for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
     if cls is Map:
         return Map(tuple(_number(text, part, int) for part in given))
     if len(given) != len(wanted):

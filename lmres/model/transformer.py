@@ -94,13 +94,9 @@ class Transformer(nn.Module):
         norms, scale = self.connection.branch_norms, (2 * c.blocks) ** -0.5
         ways = self.connection.ways
         check_ways(self.connection.unit, ways, c.heads_from)
-        self.flow.check(c.blocks, c.context, c.kv)
-        store = self.flow.store(c.blocks)
-        if c.heads_from != "projections" and (store.last() or store.projection != "producer"):
-            raise ValueError(
-                f"flow.kind={self.flow.kind} needs keys that are projected; set model.heads_from=projections"
-            )
-        attention = Attention(c, norms, scale, min(ways[0], 3), own_keys=store.has_own, parent=None)
+        self.flow.check(c.blocks, c.context, c.kv, c.heads_from)
+        own_keys = self.flow.store(c.blocks).has_own
+        attention = Attention(c, norms, scale, min(ways[0], 3), own_keys=own_keys, parent=None)
         self.embed = Embedding(c)
         self.stack = ResidualStack(
             connection=self.connection,
@@ -149,7 +145,12 @@ class Transformer(nn.Module):
         return logits if past is None else (logits, new)
 
     def record(self, tokens: Array, segments: Array | None = None, positions: Array | None = None):
-        """Logits, the embedding [B, S, D], and the record of every sub-layer's input, output and mixing weights."""
+        """Logits, the embedding [B, S, D], and the record of every sub-layer's input, output and mixing weights.
+
+        Raises ValueError for a flow: what is recorded is ordinary attention.
+        """
+        if not self.flow.is_standard:
+            raise ValueError(f"only ordinary attention can be recorded, not flow.kind={self.flow.kind}")
         e, args = self._start(tokens, segments, positions, None, None)
         h, record = self.stack.record(e, args)
         return self._logits(h), e, record

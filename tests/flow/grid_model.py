@@ -1,17 +1,32 @@
 """A small transformer on the grid in float64, twice: as a program for ``lmres.flow``, and in plain loops over cells."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lmres.flow import parse
 from lmres.flow.attention import Cells, attend_cells, own_cells
 from lmres.flow.reader import Reader, Tokens
 from lmres.flow.store import Store
 from lmres.flow.tiles import Tiles, run_tiles
 
 B, H, K, D = 2, 2, 4, 8
+
+# The programs are tiny and run a few times.
+quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def made(geometry):
+    """A geometry from its short notation, or itself."""
+    return parse(geometry) if isinstance(geometry, str) else geometry
+
+
+def name(geometry):
+    """A test id that tells geometries apart."""
+    return made(geometry).name
 
 
 def norm(x):

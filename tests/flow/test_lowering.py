@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grid_model import made, name
 
-from lmres.flow import Reader, Tokens, parse, reads_of
+from lmres.flow import Reader, Tokens, reads_of
 from lmres.flow.geometry import Cone, Deep, Diagonal, Top
 from lmres.flow.lowering import lower
 
@@ -26,10 +27,6 @@ GEOMETRIES = [
 ]
 
 
-def made(geometry):
-    return parse(geometry) if isinstance(geometry, str) else geometry
-
-
 def gathered(lowering, l):
     """How often reader ``l`` (from 0) gathers source layer m at distance d: [T, M], with M generous."""
     near, far = lowering.tables()
@@ -44,7 +41,7 @@ def gathered(lowering, l):
     return count
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=name)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_every_read_is_gathered_once(geometry, layers):
     if layers == 1 and str(geometry).startswith(("map", "pool")):
@@ -66,7 +63,7 @@ def test_every_read_is_gathered_once(geometry, layers):
                 assert count[t - s, m] == 1, (t, l, s, m)
 
 
-@pytest.mark.parametrize("geometry", ["diagonal(-1/2)", "lag(2)", "rectangle(3)", Deep(output=True)], ids=str)
+@pytest.mark.parametrize("geometry", ["diagonal(-1/2)", "lag(2)", "rectangle(3)", Deep(output=True)], ids=name)
 def test_masks_pass_every_read_once(geometry):
     reads, places = made(geometry).reads(3), jnp.arange(T)[None]
     for count in {T, T // reads.tile(T)}:

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from grid_model import made, name
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from lmres.flow import (
     reads_of,
     sweeps_needed,
 )
-from lmres.flow.geometry import Cone, Deep, Diagonal, Map, Top
+from lmres.flow.geometry import Cone, Deep, Diagonal, Map, PerHead, Top
 
 # geometry: keys per query, critical path, L + ceil(lambda (T - 1)), lambda, sweeps; counted for T = 9, L = 4.
 TABLE = {
@@ -51,14 +52,6 @@ TABLE = {
     "lag(4)": (10.0, 10, 10, Fraction(3, 4), 3),
     "chunk(3)": (14.0, 10, 28, 3, 3),
 }
-
-
-def made(geometry):
-    return parse(geometry) if isinstance(geometry, str) else geometry
-
-
-def name(geometry):
-    return geometry if isinstance(geometry, str) else repr(geometry)
 
 
 @pytest.mark.parametrize("geometry", TABLE, ids=name)
@@ -317,8 +310,24 @@ def test_notation_round_trips():
         assert str(geometry) == text and parse(str(geometry)) == geometry
         assert hash(geometry) == hash(parse(text)) and hash(geometry.reads(3 if "," in text else 4)) is not None
         assert geometry.reads(3 if "," in text else 4) == parse(text).reads(3 if "," in text else 4)
+    assert parse("standard").name == "standard" and parse("standard + block(2)").name == "standard + block(2)"
     assert parse(" diagonal( -1/2 ) ") == Diagonal(Fraction(-1, 2))
     assert parse("map(1, 1, 3)") == Map((1, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "said"),
+    [
+        (Top(output=True), "top(output)"),
+        (Deep(output=True, adopt="mandatory"), "deep(output,mandatory)"),
+        (Diagonal(Fraction(1), border="drop"), "diagonal(1,drop)"),
+        (Map((1, 1), adopt="optional"), "map(1,1,optional)"),
+        (PerHead((Top(output=True), Deep(output=True))), "top(output) + deep(output)"),
+    ],
+)
+def test_names_tell_apart_what_the_notation_leaves_out(geometry, said):
+    assert geometry.name == said
+    assert geometry.reads(2).name == said
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid_model import B, D, H, K, cell_by_cell, dense, empty_grid, kept, one_document, parameters, tiled
+from grid_model import (
+    B,
+    D,
+    H,
+    K,
+    cell_by_cell,
+    dense,
+    empty_grid,
+    kept,
+    made,
+    name,
+    one_document,
+    parameters,
+    quick_jit,
+    tiled,
+)
 
-from lmres.flow import Tokens, parse, reads_of, sweeps_needed
+from lmres.flow import Tokens, reads_of, sweeps_needed
 from lmres.flow.attention import Cells, attend_cells
 from lmres.flow.geometry import Cone, Deep, Diagonal, Top
 
 T, L = 6, 3
-quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
-
+pytestmark = pytest.mark.usefixtures("x64")
 
 FAST = ["diagonal(-1/2)", "lag(2)", Deep(output=True)]
 SLOW = [
@@ -37,8 +45,8 @@ SLOW = [
 ]
 
 
-def made(geometry):
-    return (parse(geometry) if isinstance(geometry, str) else geometry).reads(L)
+def reads_for(geometry):
+    return made(geometry).reads(L)
 
 
 def embeddings(tokens=T, seed=1):
@@ -74,9 +82,9 @@ def assert_close(got, want, rtol=1e-10):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * float(jnp.abs(b).max() + 1))
 
 
-@pytest.mark.parametrize("geometry", [*FAST, *(pytest.param(g, marks=pytest.mark.slow) for g in SLOW)], ids=str)
+@pytest.mark.parametrize("geometry", [*FAST, *(pytest.param(g, marks=pytest.mark.slow) for g in SLOW)], ids=name)
 def test_tiles_are_the_cells_one_by_one(geometry):
-    reads = made(geometry)
+    reads = reads_for(geometry)
     params, e = parameters(L, reads.sources), embeddings()
     want = reference(params, e, reads_of(reads, T), kept(reads))
     largest = max(n for n in range(1, reads.tile(T) + 1) if T % n == 0)
@@ -105,7 +113,7 @@ def test_reference_is_cell_by_cell_in_any_order():
     ],
 )
 def test_sweeps_are_exact_when_counted(geometry, groups):
-    reads = made(geometry)
+    reads = reads_for(geometry)
     params, e = parameters(L, reads.sources), embeddings()
     _, (exact, grid) = reference(params, e, reads_of(reads, T), kept(reads))[0]
     rng = np.random.default_rng(5)
@@ -124,7 +132,7 @@ def test_sweeps_are_exact_when_counted(geometry, groups):
 
 
 def test_gradient_of_sweeps():
-    reads = made(Top(output=True))
+    reads = reads_for(Top(output=True))
     params, e = parameters(L, reads.sources), embeddings()
 
     def all_sweeps(params, e):
@@ -157,7 +165,7 @@ def test_gradient_of_sweeps():
 
 
 def test_causality_and_finite_differences():
-    reads = made(Deep(output=True))
+    reads = reads_for(Deep(output=True))
     params, e = parameters(L, reads.sources), embeddings()
     run = partial(by_tiles, reads, T, tokens=one_document(T))
     (_, (h, grid)), (g_params, _) = run(params, e)
@@ -179,7 +187,7 @@ def test_causality_and_finite_differences():
 
 
 def test_an_empty_read_set_gives_zero():
-    reads = made("feedback")
+    reads = reads_for("feedback")
     (shared, layers), e = parameters(L, reads.sources), embeddings()
     (_, (h, _)), (grads, _) = by_tiles(reads, T, (shared, layers), e, one_document(T))
     x = np.asarray(e[:, 0])
@@ -206,7 +214,7 @@ SLOW_PACKED = [pytest.param(g, marks=pytest.mark.slow) for g in ("deep", "chunk(
 @pytest.mark.parametrize("geometry", ["lag(2)", *SLOW_PACKED])
 @pytest.mark.parametrize("one_by_one", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_packed_documents(geometry, one_by_one):
-    reads = made(geometry)
+    reads = reads_for(geometry)
     params, e = parameters(L, reads.sources), embeddings()
     position, segment = jnp.asarray([[0, 1, 2, 0, 1, 0]]), jnp.asarray([[1, 1, 1, 2, 2, 0]])
     # Chunks that are tiles too are counted along the row; else along the document.
@@ -229,7 +237,7 @@ def gradient(reads, tokens):
 
 
 def test_memory_is_linear_and_the_program_does_not_grow():
-    lowered = {n: gradient(made("deep"), n) for n in (32, 64)}
+    lowered = {n: gradient(reads_for("deep"), n) for n in (32, 64)}
     lines = {n: len(x.as_text().splitlines()) for n, x in lowered.items()}
     assert lines[32] == lines[64] == len(gradient(Deep().reads(5), 32).as_text().splitlines())
     options = {"xla_backend_optimization_level": 0}

@@ -2,25 +2,18 @@
 
 import math
 from fractions import Fraction
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid_model import B, D, Program, empty_grid, one_document, parameters, tiled
+from grid_model import B, D, Program, empty_grid, made, one_document, parameters, quick_jit, tiled
 
 from lmres.flow import Reader, Wavefront, critical_path, parse, run_wavefront
-from lmres.flow.geometry import Cone, Top
+from lmres.flow.geometry import Cone, Deep, Diagonal, Top
 
 T = 6
-quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def plan(reads, slope=None, tokens=T):
@@ -41,12 +34,15 @@ def plan(reads, slope=None, tokens=T):
                 ("cone(2)", 5, None), ("cone(1/2)", 4, None), ("top", 4, None), ("deep", 3, None),
                 ("chunk(3)", 4, None), ("moda", 3, None), ("map(3,1,5,4,5)", 5, None), (Top(output=True), 3, None),
                 (Cone(Fraction(1), output=True), 3, None), (Cone(Fraction(2), output=True), 5, None),
+                ("rectangle(2)", 3, None), ("diagonal(-1/2)", 4, None), ("diagonal(1/2)", 4, None),
+                (Diagonal(Fraction(1), border="drop"), 4, None), ("recurrent", 3, None), ("feedback", 3, None),
+                ("cone(0)", 3, None), (Deep(output=True), 3, None),
             ]
         ),
     ],
 )  # fmt: skip
 def test_wavefront_is_the_model_token_by_token(kind, layers, slope):
-    reads = (parse(kind) if isinstance(kind, str) else kind).reads(layers)
+    reads = made(kind).reads(layers)
     params = parameters(layers, reads.sources)
     e = jnp.asarray(np.random.default_rng(1).normal(size=(B, T, D)))
     weight = jnp.asarray(np.random.default_rng(2).normal(size=e.shape))

@@ -174,8 +174,25 @@ def test_wider_reads_change_the_model_and_add_the_bias_alone():
         ({"kind": "standard + top + deep"}, "shares 2 key/value heads among 3"),
         ({"kind": "standard + recurrent"}, "only geometries that read the layers' own keys"),
         ({"kind": "standard + top", "adopt": "optional"}, "flow.adopt=optional has no meaning for heads"),
+        ({"kind": "pool(2)", "adopt": "optional"}, r"nor for a pool: flow.kind=pool\(2\)"),
+        ({"kind": "map(1,2)"}, r"flow.kind=map\(1,2\): map.* \(model.blocks=3\)"),
+        ({"kind": "standard + top", "output": True}, r"standard \+ top\(output\): the parts have 3, 4 source layers"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         parameters(flow=FlowConfig(**settings))
+
+
+def test_only_ordinary_attention_is_recorded():
+    model = Transformer(CONFIG, Plain(), flow=FlowConfig("block(2)"))
+    with pytest.raises(ValueError, match=r"only ordinary attention can be recorded, not flow.kind=block\(2\)"):
+        jax.eval_shape(lambda key: model.init(key, TOKENS, method="record"), jax.random.key(0))
+
+
+def test_heads_cut_from_the_input_need_no_keys_that_are_projected():
+    for flow in (FlowConfig(), FlowConfig("block(2)"), FlowConfig("deep")):
+        flow.check(3, 8, 2, "input")
+    for flow in (FlowConfig("recurrent"), FlowConfig("pool(2)"), FlowConfig("deep", output=True)):
+        with pytest.raises(ValueError, match=r"needs keys that are projected, and model.heads_from=input has none"):
+            flow.check(3, 8, 2, "input")
