@@ -77,8 +77,8 @@ class FlowConfig:
         geometry = PerHead(parts) if isinstance(geometry, PerHead) else parts[0]
         if self.adopt is not None and (isinstance(geometry, (PerHead, Pool)) or self.combine == "gated"):
             raise ValueError(
-                f"flow.adopt={self.adopt} has no meaning for heads that are shared out, for flow.combine=gated, nor for "
-                f"a pool: flow.kind={self.kind}"
+                f"flow.adopt={self.adopt} has no meaning for heads that are shared out, for flow.combine=gated, nor "
+                f"for a pool: flow.kind={self.kind}"
             )
         if self.combine == "gated" and isinstance(geometry, (PerHead, Recurrent, Feedback, Pool)):
             raise ValueError(f"flow.combine=gated needs a geometry that reads the layers' own keys, not {self.kind}")

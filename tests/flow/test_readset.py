@@ -319,7 +319,7 @@ def test_notation_round_trips():
     ("geometry", "said"),
     [
         (Top(output=True), "top(output)"),
-        (Deep(output=True, adopt="mandatory"), "deep(output,mandatory)"),
+        (Deep(output=True, adopt="mandatory"), "deep(mandatory,output)"),
         (Diagonal(Fraction(1), border="drop"), "diagonal(1,drop)"),
         (Map((1, 1), adopt="optional"), "map(1,1,optional)"),
         (PerHead((Top(output=True), Deep(output=True))), "top(output) + deep(output)"),
