@@ -1,6 +1,7 @@
 """The flow of a model as a setting: which read set, how it is joined to the ordinary attention, and how it is run."""
 
 import dataclasses
+import math
 from typing import ClassVar, Literal
 
 from lmres.flow.geometry import (
@@ -17,6 +18,7 @@ from lmres.flow.geometry import (
     Top,
     parse,
 )
+from lmres.flow.reader import Reader
 from lmres.flow.readset import ReadSet
 from lmres.flow.store import Store
 
@@ -118,6 +120,18 @@ class FlowConfig:
         consumer = self.projection == "consumer" or geometry.projection == "consumer"
         channels = geometry.channels if isinstance(geometry, Pool) else 0
         return Store(self.reads(layers), "consumer" if consumer else geometry.projection, channels)
+
+    def reader(self, layers: int, tokens: int, one_tile: bool) -> Reader:
+        """The reader over a grid of ``tokens`` tokens. one_tile: whether all of them are run layer by layer."""
+        return Reader(self.reads(layers), tokens, one_tile, self.store(layers), row=self.combine == "gated")
+
+    def tiling(self, layers: int, tokens: int) -> tuple[Schedule, int, int]:
+        """(schedule, number of tiles, tokens of a tile); tokens beyond ``tokens`` fill the last tile."""
+        reads = self.reads(layers)
+        schedule = self.resolve(reads, tokens)
+        tiles = {"parallel": 1, "swept": self.groups, "sequential": tokens, "wavefront": tokens}.get(schedule)
+        tiles = math.ceil(tokens / reads.tile(tokens)) if tiles is None else tiles
+        return schedule, tiles, math.ceil(tokens / tiles)
 
     def check(self, layers: int, tokens: int, groups: int = 1, heads_from: str = "projections") -> None:
         """Raises ValueError, naming keys and numbers, where the settings do not fit a model of so many layers.

@@ -2,7 +2,8 @@
 
 A reader's sources are split by distance. Near tokens, d < N, are gathered one by one, each at the few layers that are
 read at that distance; farther ones as whole rows, one per source layer. What a cell has just made is at hand and is in
-neither table: its own key, or those of its layer for its whole tile. N is what makes the keys fewest:
+neither table: its own key, or those of its layer for its whole tile. Where the own row is read apart, in a softmax of
+its own, it is the first row, whole, and nothing else in the tables is of it. N is what makes the keys fewest:
 
     standard, block(w)   N = 0: w - 1 rows below the own one      moda           N = 1: own column; no rows
     rectangle(C)         N = C: a patch of C x L                  diagonal(-1)   N = L - 1: one key each; one row
@@ -58,19 +59,19 @@ class Lowering:
 
 
 @functools.lru_cache(maxsize=256)
-def lower(reads: ReadSet, tokens: int, one_tile: bool, own: bool = True) -> Lowering:
+def lower(reads: ReadSet, tokens: int, one_tile: bool, own: bool = True, row: bool = False) -> Lowering:
     """The tables for sequences of ``tokens`` tokens. one_tile: all tokens are one tile. own: whether a cell makes keys
-    of its own layer."""
+    of its own layer. row: whether the own row is read apart."""
     if not own:
         return _lower(reads, tokens, "nothing", one_tile)
-    if not one_tile:
-        return _lower(reads, tokens, "tile", one_tile)
+    if row or not one_tile:
+        return _lower(reads, tokens, "tile", one_tile, row)
     forms = [_lower(reads, tokens, at_hand, one_tile) for at_hand in ("tile", "cell")]
     return min(forms, key=lambda form: form.keys(tokens, tokens))
 
 
-def _lower(reads: ReadSet, tokens: int, at_hand: AtHand, one_tile: bool) -> Lowering:
-    found = [_by_distance(reads, l, tokens, at_hand, one_tile) for l in range(1, reads.layers + 1)]
+def _lower(reads: ReadSet, tokens: int, at_hand: AtHand, one_tile: bool, row: bool = False) -> Lowering:
+    found = [_by_distance(reads, l, tokens, at_hand, one_tile, row) for l in range(1, reads.layers + 1)]
     last = len(found[0])  # from here on all distances are as the last one
 
     def rows_from(near):
@@ -83,15 +84,17 @@ def _lower(reads: ReadSet, tokens: int, at_hand: AtHand, one_tile: bool) -> Lowe
     near = min(range(min(tokens, last, LONGEST_NEAR) + 1), key=cost)
     width = max((len(at[d]) for at in found for d in range(min(near, last))), default=0)
     rows = rows_from(near)
+    if row and not one_tile:
+        rows = [[l, *each] for l, each in enumerate(rows)]
     many = max(map(len, rows))
     return Lowering(
         at_hand,
         tuple(tuple(_padded(sorted(at[min(d, last - 1)]), width) for d in range(near)) for at in found),
-        tuple(_padded(row, many) for row in rows),
+        tuple(_padded(each, many) for each in rows),
     )
 
 
-def _by_distance(reads: ReadSet, l: int, tokens: int, at_hand: AtHand, one_tile: bool) -> list[set[int]]:
+def _by_distance(reads: ReadSet, l: int, tokens: int, at_hand: AtHand, one_tile: bool, row: bool) -> list[set[int]]:
     """Source layers from 0 that reader l reads at each distance, up to one from which on they stay the same."""
     ends = [reads.settled_distance(term, tokens) for term in reads.terms]
     found: list[set[int]] = [set() for _ in range(min(tokens, max(ends) + 1))]
@@ -101,7 +104,7 @@ def _by_distance(reads: ReadSet, l: int, tokens: int, at_hand: AtHand, one_tile:
             low, high = term.layers_at(l, d, reads.sources)
             found[d].update(range(low - 1, high))
     for d, at in enumerate(found):
-        if at_hand != "nothing" and (d == 0 or (at_hand == "tile" and one_tile)):
+        if row or (at_hand != "nothing" and (d == 0 or (at_hand == "tile" and one_tile))):
             at.discard(l - 1)
     return found
 

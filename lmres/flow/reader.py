@@ -53,13 +53,14 @@ class Reader:
     """Gathers and masks for one read set.
 
     tokens: T, of the grid. one_tile: all of them are one tile, so that its own layer is never gathered. store: where
-    what is read lies; None for one slot per source.
+    what is read lies; None for one slot per source. row: whether the own row is read apart (``lmres.flow.lowering``).
     """
 
     reads: ReadSet
     tokens: int
     one_tile: bool
     store: Store = None  # type: ignore[assignment]
+    row: bool = False
 
     def __post_init__(self):
         if self.store is None:
@@ -67,7 +68,28 @@ class Reader:
 
     @property
     def lowering(self) -> Lowering:
-        return lower(self.reads, self.tokens, self.one_tile, self.store.has_own)
+        return lower(self.reads, self.tokens, self.one_tile, self.store.has_own, self.row)
+
+    def needed(self, part: ReadSet) -> tuple[tuple[int, ...], bool]:
+        """What a part of the read set needs of what is gathered: which of the rows, and whether the near cells."""
+        form = self.lowering
+        far, near = part.pairs(self.tokens, form.near_tokens), part.pairs(self.tokens)
+        rows = [w for w in range(form.rows) if any((l, m[w] + 1) in far for l, m in enumerate(form.far, 1))]
+        return tuple(rows), any((l, m + 1) in near for l, at in enumerate(form.near, 1) for ms in at for m in ms)
+
+    def keys(self, tile: int, part: ReadSet | None = None) -> int:
+        """Keys that a query is compared with, ``tile`` tokens at a time, masked ones included. part: of the read set,
+        where a head reads no more."""
+        form = self.lowering
+        if part is None:
+            return form.keys(self.tokens, tile)
+        rows, near = self.needed(part)
+        less = dataclasses.replace(
+            form,
+            near=form.near if near else ((),) * len(form.near),
+            far=tuple(tuple(m[w] for w in rows) for m in form.far),
+        )
+        return less.keys(self.tokens, tile)
 
     def _layers(self, l: Any) -> tuple[Array, Array]:
         """Source layers of what reader ``l`` gathers, [N, V] and [W]; -1 where a place is not needed."""

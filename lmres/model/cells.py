@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from lmres.flow import FlowConfig, Reader
 from lmres.flow.attention import Cells, attend_cells, own_cells
 from lmres.flow.geometry import Feedback, Pool, Standard
-from lmres.flow.reader import Masks
+from lmres.flow.reader import Gathered, Masks
 from lmres.flow.store import Store
 from lmres.model.config import ModelConfig
 from lmres.model.layers import Args, Attention, attend
@@ -168,24 +169,38 @@ class BlockProgram:
         masks = [self.reader.masks(tokens, tile, l, part) for part in parts]
         bias = params["bias"][l] if "bias" in params else None
         if self.flow.combine == "gated":
-            extra = attend_cells(query, _cells(own, gathered, _without(masks[0], l), bias, l))
+            rows = slice(0 if self.reader.one_tile else 1, None)  # without the own row
+            extra = attend_cells(query, _cells((), *_picked(gathered, masks[0], rows), bias, l))
             return self._along_the_row(query, own, gathered, tokens, tile, l) + (
                 jnp.tanh(params["gate"][l])[:, None] * extra
             ).astype(query.dtype)
         shares = []
         for i, mask in enumerate(masks):
             of = lambda x, axis, i=i: jnp.split(x, len(parts), axis)[i]  # noqa: E731
-            cells = _cells(own, gathered, mask, bias, l)
+            cells = _cells(own, *self._of_part(gathered, mask, parts[i]), bias, l)
             cells = tuple(c._replace(key=of(c.key, -2), value=of(c.value, -2)) for c in cells)
             shares.append(attend_cells(of(query, 2), cells))
         return jnp.concatenate(shares, axis=2)
 
+    def _of_part(self, gathered, masks: Masks, part):
+        """What a share of the heads needs of what all of them gathered, so that it is not compared with the rest."""
+        rows, near = self.reader.needed(part)
+        if len(rows) < self.reader.lowering.rows:
+            gathered, masks = _picked(gathered, masks, np.array(rows, int))
+        if not near:
+            gathered = gathered._replace(near=jax.tree.map(lambda x: x[:0], gathered.near))
+            masks = masks._replace(near=masks.near[:, :, :0], near_layers=masks.near_layers[:0])
+        return gathered, masks
+
     def _along_the_row(self, query, own, gathered, tokens, tile, l):
+        """Ordinary attention, by the operations of the ordinary transformer and of ``standard`` on the grid: equal to
+        theirs bit for bit."""
         reads = dataclasses.replace(self.reader.reads, terms=Standard().terms(self.config.blocks))
-        masks = self.reader.masks(tokens, tile, l, reads)
-        if self.reader.one_tile:  # all of it is at hand: the same operations as in the ordinary transformer
+        masks = Reader(reads, self.reader.tokens, self.reader.one_tile).masks(tokens, tile, l)
+        if self.reader.one_tile:
             return attend(query, (own,), (masks.own[:, None],), self.config.attention)
-        return attend_cells(query, _cells(own, gathered, masks, None, l))
+        row = Cells(*jax.tree.map(lambda x: x[:1], gathered.rows), masks.rows)
+        return attend_cells(query, (own_cells(*own, masks.own), row))
 
 
 def _plain(x):
@@ -205,13 +220,10 @@ def _cells(own, gathered, masks: Masks, bias, l) -> tuple[Cells, ...]:
     return found if own == () else (own_cells(*own, masks.own, at(l)), *found)
 
 
-def _without(masks: Masks, l) -> Masks:
-    """The masks without the row of layer ``l``."""
-    return masks._replace(
-        own=jnp.zeros_like(masks.own),
-        rows=masks.rows & (masks.row_layers != l)[:, None],
-        near=masks.near & (masks.near_layers != l),
-    )
+def _picked(gathered: Gathered, masks: Masks, rows) -> tuple[Gathered, Masks]:
+    """Both with some of the rows only."""
+    gathered = gathered._replace(rows=jax.tree.map(lambda x: x[rows], gathered.rows))
+    return gathered, masks._replace(rows=masks.rows[:, :, rows], row_layers=masks.row_layers[rows])
 
 
 def writers_of(store: Store, attention: Any, output: Any) -> tuple[Any, Any]:

@@ -37,8 +37,7 @@ class Grid(NamedTuple):
 
     def reader(self, tokens: int, one_tile: bool) -> Reader:
         """The flow's reader over a grid of ``tokens`` tokens."""
-        blocks = self.config.blocks
-        return Reader(self.flow.reads(blocks), tokens, one_tile, self.flow.store(blocks))
+        return self.flow.reader(self.config.blocks, tokens, one_tile)
 
     def program(self, reader: Reader) -> BlockProgram:
         return BlockProgram(self.stack, reader, self.flow, self.config)
@@ -56,12 +55,9 @@ def run_on_grid(model: Grid, e: Array, tokens: GridTokens) -> tuple[Array, KeyVa
     """Embeddings [B, T, D] to the columns' outputs [B, T, D], and the grid [P, B, T, G, K]."""
     flow, count, blocks = model.flow, e.shape[1], model.config.blocks
     reads = flow.reads(blocks)
-    schedule = flow.resolve(reads, count)
-    tiles = {"parallel": 1, "swept": flow.groups, "sequential": count, "wavefront": count}.get(schedule)
-    if tiles is None:
-        tiles = math.ceil(count / reads.tile(count))
+    schedule, tiles, each = flow.tiling(blocks, count)
     # Tokens that fill the last tile come after all others, so nobody reads them.
-    size = tiles * math.ceil(count / tiles)
+    size = tiles * each
     e, tokens = _filled(e, tokens, size - count)
     shared, layers = model.parameters()
     grid = model.empty(e.shape[0], size, e.dtype)

@@ -78,6 +78,17 @@ def keys_read(flow: FlowConfig, layers: int, tokens: int) -> float:
     return statistics.fmean(keys_per_query(part, tokens) for part in flow.parts(layers))
 
 
+def keys_computed(flow: FlowConfig, layers: int, tokens: int) -> float:
+    """As ``keys_read``, with the keys that a query is compared with and that are masked."""
+    if flow.is_standard:
+        return tokens
+    _, tiles, tile = flow.tiling(layers, tokens)
+    reader = flow.reader(layers, tiles * tile, one_tile=tiles == 1)
+    if flow.combine == "gated":
+        return reader.keys(tile)
+    return statistics.fmean(reader.keys(tile, part) for part in flow.parts(layers))
+
+
 def flow_matrices(model: ModelConfig, flow: FlowConfig, blocks: int) -> int:
     """Parameters of matrices, and numbers that are used as if they were, which a token goes through beside the
     blocks' own; a matrix that is used twice counts twice."""
@@ -96,11 +107,13 @@ def flops_per_token(
     sequence: int | None = None,
     applications: int | None = None,
     flow: FlowConfig = FlowConfig(),  # noqa: B008 - frozen
+    masked: bool = False,
 ) -> dict[str, float]:
     """FLOPs of one training token (forward and backward): {"matrices", "attention", "connection", "total"}.
 
     sequence: tokens per row; None for ``model.context``. applications: how many blocks a token goes through;
       None for ``model.blocks``, more when blocks are used several times. flow: by default ordinary attention.
+      masked: count what is computed by XLA, which is more than what is needed: masked keys too.
 
     Raises ValueError when ``model.vocab_size`` is not set, or the flow does not fit so many blocks.
     """
@@ -111,7 +124,8 @@ def flops_per_token(
     swept = flow.schedule == "swept"
     passes = (flow.sweeps + 3 * flow.gradient_sweeps) / 3 if swept else 1.0
     before = 1 / 3 if swept and flow.start == "plain" else 0.0
-    keys = passes * keys_read(flow, blocks, sequence) + before * (sequence + 1) / 2
+    keys = (keys_computed if masked else keys_read)(flow, blocks, sequence)
+    keys = passes * keys + before * (sequence if masked else (sequence + 1) / 2)
     passes += before
     parts = {
         "matrices": 6.0 * (passes * (blocks * block + flow_matrices(model, flow, blocks)) + head),
