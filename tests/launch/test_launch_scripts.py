@@ -71,7 +71,7 @@ DRY_RUNS = {
 
 
 def test_each_launcher_has_a_dry_run():
-    assert SCRIPTS == sorted(DRY_RUNS)
+    assert sorted(DRY_RUNS) == SCRIPTS
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
