@@ -12,10 +12,11 @@ import math
 from typing import Any, ClassVar
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "sequence", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,10 @@ class MeshConfig:
     data: copies of the model, each on its part of the batch.
     fsdp: parts of the batch that also share the parameters and the optimiser state.
     tensor: parts of heads, MLP hidden units and vocabulary.
+    sequence: parts of each row of tokens (context parallelism): each device computes its own tokens only, and gathers
+      the keys and values of all.
+
+    Over several slices (TPU pods joined by the data-centre network) ``data`` is split between the slices first.
     """
 
     __pydantic_config__: ClassVar[dict] = {"extra": "forbid"}
@@ -32,6 +37,7 @@ class MeshConfig:
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    sequence: int = 1
 
 
 # Logical axes of the parameters, by the last two components of their path. Stacked layers have one leading axis more,
@@ -61,6 +67,7 @@ MESH: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "batch": ("data", "fsdp"),
+    "sequence": ("sequence",),
 }
 
 # Config keys that set the size of a logical axis, for error messages.
@@ -71,13 +78,15 @@ KEYS = {
     "kv_heads": "model.kv_heads",
     "mlp": "model.mlp_hidden",
     "batch": "train.batch_size / train.accumulate",
+    "sequence": "model.context",
 }
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     """The mesh of ``config`` over ``devices`` (all by default).
 
-    Raises ValueError when the sizes do not multiply to the number of devices.
+    Raises ValueError when the sizes do not multiply to the number of devices, or ``data`` cannot be split between the
+    slices that the devices are of.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [getattr(config, axis) for axis in AXES]
@@ -91,7 +100,20 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
             f"({devices[0].platform}); set one axis to -1 to take what remains"
         )
     sizes = [len(devices) // known if size == -1 else size for size in sizes]
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices > 1:
+        return _over_slices(sizes, slices, devices)
     return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def _over_slices(sizes: list[int], slices: int, devices: list[Any]) -> Mesh:
+    """A mesh whose data axis alone crosses the slow network between slices."""
+    data, *others = sizes
+    if data % slices:
+        raise ValueError(f"mesh.data={data} is not a multiple of the {slices} slices that the devices are of")
+    within, between = (data // slices, *others), (slices,) + (1,) * len(others)
+    arranged = mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
+    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def logical_axes(path: tuple[Any, ...], ndim: int) -> tuple[str | None, ...]:
@@ -109,6 +131,9 @@ def spec_for(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh, w
     used: dict[str, str] = {}
     entries = []
     for axis, size in zip(axes, shape, strict=True):
+        if axis is P.UNCONSTRAINED:
+            entries.append(axis)
+            continue
         over = tuple(m for m in MESH.get(axis or "", ()) if mesh.shape[m] > 1)
         for m in over:
             if m in used:

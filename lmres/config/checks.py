@@ -104,6 +104,13 @@ def check_flow(config: RunConfig) -> None:
     model = config.model
     if min(model.blocks, model.context, model.heads, model.kv) >= 1:  # otherwise the model's own check says so
         config.flow.check(model.blocks, model.context, model.kv, model.heads_from)
+        if config.mesh.sequence != 1 and not config.flow.is_standard:
+            schedule = config.flow.resolve(config.flow.reads(model.blocks), model.context)
+            if schedule != "parallel":
+                raise ValueError(
+                    f"flow.kind={config.flow.kind} runs its tokens in turn (flow.schedule={schedule}), so they cannot "
+                    f"be split over mesh.sequence={config.mesh.sequence}; set it to 1"
+                )
 
 
 def residual_depth(model: ModelConfig, residual: Residual) -> int:
@@ -125,8 +132,7 @@ def _schedule(schedule: ScheduleConfig, train: TrainConfig) -> list[str]:
     problems = []
     if schedule.warmup >= 1 and schedule.warmup != int(schedule.warmup):
         problems.append(
-            f"schedule.warmup={schedule.warmup} must be a whole number of updates, "
-            "or below 1 for a fraction of the run"
+            f"schedule.warmup={schedule.warmup} must be a whole number of updates, or below 1 for a fraction of the run"
         )
     warmup = schedule.warmup_updates(train.steps)
     decay = schedule.decay_updates(train.steps) if schedule.kind == "wsd" else 0
@@ -141,8 +147,7 @@ def _schedule(schedule: ScheduleConfig, train: TrainConfig) -> list[str]:
         first, last = train.profile_steps
         if not 0 <= first <= last <= train.steps:
             problems.append(
-                f"train.profile_steps=[{first}, {last}] must be two updates in order, "
-                f"within train.steps={train.steps}"
+                f"train.profile_steps=[{first}, {last}] must be two updates in order, within train.steps={train.steps}"
             )
     return problems
 
@@ -218,15 +223,14 @@ def _batch_and_mesh(
 
     micro, rest = divmod(train.batch_size, train.accumulate)
     if rest:
-        problems.append(
-            f"train.batch_size={train.batch_size} is not a multiple of train.accumulate={train.accumulate}"
-        )
+        problems.append(f"train.batch_size={train.batch_size} is not a multiple of train.accumulate={train.accumulate}")
     else:
         what = f"train.batch_size={train.batch_size} / train.accumulate={train.accumulate} = {micro}"
         split(what, micro, ("data", "fsdp"))
     if train.eval_batch_size is not None:
         split(f"train.eval_batch_size={train.eval_batch_size}", train.eval_batch_size, ("data", "fsdp"))
     split(f"model.width={model.width}", model.width, ("fsdp",))
+    split(f"model.context={model.context}", model.context, ("sequence",))
     split(f"model.heads={model.heads}", model.heads, ("tensor",))
     split(f"model.kv_heads={model.kv}", model.kv, ("tensor",))
     split(f"model.mlp_hidden={model.hidden}", model.hidden, ("tensor",))

@@ -177,10 +177,12 @@ class Transformer(nn.Module):
 
     def _on_grid(self, tokens, segments, positions, dropout_key=None, flow=None, places=None):
         """The columns' outputs [B, S, D] and the grid where attention reads other cells than its own row's."""
-        e, args = self._start(tokens, None, positions, None, dropout_key)
+        e, _ = self._start(tokens, None, positions, None, dropout_key)
         places = jnp.arange(tokens.shape[1])[None] if places is None else jnp.asarray(places)
         segments = None if segments is None else jnp.asarray(segments)
-        where = GridTokens(jnp.asarray(args.position), places, segments, dropout_key)
+        # Masks are made once for all rows where these are alike.
+        position = jnp.arange(tokens.shape[1])[None] if positions is None else jnp.asarray(positions)
+        where = GridTokens(position, places, segments, dropout_key)
         return run_on_grid(self._grid(e, flow or self.flow), e, where)
 
     def _grid(self, e, flow):

@@ -40,9 +40,7 @@ def normed_projection(x: Array, w: Array, *, centre: bool = False, eps: float = 
     x: [..., D]; w: [C, D], the layout in which its gradient is one fast product; centre: subtract the mean (LayerNorm)
     or not (RMSNorm). Returns [..., C] in the statistics dtype.
     """
-    # The product wants rows; if the statistics have them too, a slot of a history is copied once for both.
-    rows = x.reshape(-1, x.shape[-1])
-    return _normed_projection(rows, w.astype(stat_dtype(x)), centre, eps, floor).reshape(*x.shape[:-1], -1)
+    return _normed_projection(x, w.astype(stat_dtype(x)), centre, eps, floor)
 
 
 def _statistics(x, centre, eps, floor):

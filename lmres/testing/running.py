@@ -65,7 +65,8 @@ def sharded(s: Setting) -> dict[str, Any]:
         raise Skipped("needs at least 2 devices, and there is 1 (on a CPU: JAX_NUM_CPU_DEVICES=8)")
     tensor = 2 if count % 4 == 0 and s.width % 4 == 0 else 1
     fsdp = 2 if count % (2 * tensor) == 0 else 1
-    mesh = make_mesh(MeshConfig(count // fsdp // tensor, fsdp, tensor))
+    sequence = 2 if count % (2 * tensor * fsdp) == 0 else 1
+    mesh = make_mesh(MeshConfig(count // fsdp // tensor // sequence, fsdp, tensor, sequence))
     rng = np.random.default_rng(s.seed + 3)
     e = jnp.asarray(rng.normal(size=(BATCH * count, *s.e.shape[1:])), jnp.float32)
     g = jnp.asarray(rng.normal(size=(BATCH * count, *s.g.shape[1:])), jnp.float32)

@@ -278,19 +278,19 @@ def test_a_config_stored_before_there_were_tasks_is_of_text():
         (
             with_(mesh__fsdp=3),
             8,
-            ["mesh.data=-1, mesh.fsdp=3, mesh.tensor=1: the product must be the number of devices, 8"],
+            ["mesh.data=-1, mesh.fsdp=3, mesh.sequence=1, mesh.tensor=1: the product must be the number of devices, 8"],
         ),
         (
             with_(mesh__data=4),
             8,
-            ["mesh.data=4, mesh.fsdp=1, mesh.tensor=1: the product must be the number of devices, 8"],
+            ["mesh.data=4, mesh.fsdp=1, mesh.sequence=1, mesh.tensor=1: the product must be the number of devices, 8"],
         ),
         (
             with_(mesh__fsdp=-1),
             None,
-            ["mesh.data=-1, mesh.fsdp=-1, mesh.tensor=1: sizes must be positive, and at most"],
+            ["mesh.data=-1, mesh.fsdp=-1, mesh.sequence=1, mesh.tensor=1: sizes must be positive, and at most"],
         ),
-        (with_(mesh__fsdp=0), None, ["mesh.data=-1, mesh.fsdp=0, mesh.tensor=1: sizes must be positive"]),
+        (with_(mesh__fsdp=0), None, ["mesh.data=-1, mesh.fsdp=0, mesh.sequence=1, mesh.tensor=1: sizes must be positive"]),
         (
             with_(mesh__tensor=8, model__mlp_hidden=12),
             8,
