@@ -35,7 +35,7 @@ def dump(name, config):
     """Lines that say what the config builds, sharded on a mesh of 2 x 2 x 2."""
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 258)  # 258: splits in two
     params = abstract_params(Transformer(model, config.residual, flow=config.flow))
-    shardings = param_shardings(params, AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3))
+    shardings = param_shardings(params, AbstractMesh((2, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4))
     yield f"{name}: {label(config.residual, config.flow)}, {count(params):,} parameters"
     for (path, leaf), sharding in zip(
         jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
