@@ -13,6 +13,7 @@ Exit codes::
     1    an error; one readable line on stderr
     2    the command line was not understood
     3    training diverged: a loss or gradient was not finite (in a comparison: of at least one run)
+    4    planned, and it does not fit the machine's memory
     130  stopped by Ctrl-C before the planned end, after saving
     143  stopped by SIGTERM before the planned end, after saving
 

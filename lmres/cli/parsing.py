@@ -4,13 +4,13 @@ import argparse
 from collections.abc import Sequence
 
 from lmres import __version__
-from lmres.cli import bench, compare, config, convert, data, evaluate, generate, inspect, train, variants
+from lmres.cli import bench, compare, config, convert, data, evaluate, generate, inspect, plan, train, variants
 from lmres.cli.options import is_override
 
-COMMANDS = (train, evaluate, generate, compare, convert, variants, bench, data, inspect, config)
+COMMANDS = (train, evaluate, generate, compare, convert, variants, bench, plan, data, inspect, config)
 
-_EPILOG = """exit codes: 0 done; 1 error; 2 usage; 3 training diverged; 130 (Ctrl-C) and 143 (SIGTERM) stopped
-and saved, to be resumed. `lmres COMMAND --help` has an example; `lmres config` lists all settings."""
+_EPILOG = """exit codes: 0 done; 1 error; 2 usage; 3 training diverged; 4 a plan does not fit; 130 (Ctrl-C) and 143
+(SIGTERM) stopped and saved, to be resumed. `lmres COMMAND --help` has an example; `lmres config` lists all settings."""
 
 
 class Commands:

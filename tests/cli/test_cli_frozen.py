@@ -20,6 +20,9 @@ COMMANDS = {
     "convert": f"run_folder overrides {DEVICE} {JSON} --out --step --tolerance",
     "variants": f"--depth --dtype {JSON} --width",
     "bench": f"config overrides {DEVICE} --flow {JSON} --output --rounds --variants",
+    "plan": (
+        f"config overrides --batch --buffers --compiles --context {JSON} --minutes --search --slices --topology --what"
+    ),
     "data prepare": f"source overrides {JSON} --output --overwrite",
     "data show": f"store {JSON} --verify",
     "inspect": f"run_folder {DEVICE} {JSON} --measure --no-verify",
