@@ -1,11 +1,13 @@
-"""Bytes from disk: plain, gzip and zstandard files, and UTF-8 with errors that say where."""
+"""Bytes from disk: plain, gzip and zstandard files, UTF-8 with errors that say where, paths to object stores."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import gzip
+import importlib.util
 import io
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ import zstandard
 from .errors import DataError
 
 COMPRESSED = (".gz", ".zst")
+# Object stores by scheme: the package that etils' paths reach them through, and the extra that installs it.
+_OBJECT_STORES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 # UTF-32 first: its little-endian mark begins with that of UTF-16.
 _FOREIGN_MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
@@ -23,6 +27,43 @@ _FOREIGN_MARKS = (
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
+
+
+def is_remote(name: str | os.PathLike) -> bool:
+    """Whether `name` has a scheme, as gs://bucket/run has: it is no path of this machine."""
+    return "://" in os.fspath(name)
+
+
+def as_path(name: str | os.PathLike, what: str, schemes: tuple[str, ...] = tuple(_OBJECT_STORES)) -> Path:
+    """`name` as a path: of this machine, or of etils for one on an object store.
+
+    Credentials and endpoint are those that the packages find by themselves.
+
+    Args:
+      what: is to be there, for messages: "checkpoints".
+      schemes: the object stores that will do.
+    Raises:
+      DataError: a scheme that will not do, no bucket, or the package for it is missing.
+    """
+    if not is_remote(name):
+        return Path(name)
+    text = os.fspath(name)
+    scheme, _, rest = text.partition("://")
+    if scheme not in schemes:
+        places = ", ".join(["a folder (of a mounted disk or bucket too)", *(f"{s}://BUCKET/..." for s in schemes)])
+        raise DataError(f"{text}: {what} cannot be on {scheme}://; supported are {places}")
+    if not rest.strip("/"):
+        raise DataError(f"{text}: names no bucket; {what} are to be at {scheme}://BUCKET/FOLDER")
+    package, extra = _OBJECT_STORES[scheme]
+    if importlib.util.find_spec(package) is None:
+        raise DataError(f"{text}: {scheme}:// needs the package {package}: pip install 'lmres[{extra}]'")
+    import fsspec
+    from etils import epath
+
+    # A listing that is kept hides what other processes write.
+    for protocol in (scheme, "gcs") if scheme == "gs" else (scheme,):
+        fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
+    return epath.Path(text)
 
 
 class _ZstdFile(io.RawIOBase):

@@ -14,11 +14,14 @@ import dataclasses
 import hashlib
 import json
 import os
+import secrets
+import shutil
 from pathlib import Path
 
 import numpy as np
 
 from .errors import DataError
+from .files import as_path, is_remote
 from .sources import STORE_FORMAT, STORE_META
 
 VERSION = 1
@@ -189,17 +192,64 @@ def write_meta(info: StoreInfo, folder: Path) -> None:
         os.fsync(file.fileno())
 
 
-def open_store(path: str | os.PathLike) -> Store:
+def open_store(path: str | os.PathLike, cache: Path | None = None) -> Store:
     """Opens a folder that `prepare` wrote; the tokens stay on disk.
 
+    Args:
+      path: the folder; or gs://BUCKET/FOLDER, s3://BUCKET/FOLDER, where one was copied to. From there it is copied
+        to `cache` once and checked, since a memory map needs a file of this machine.
+      cache: None for `store_cache()`.
     Raises:
-      DataError: not a store, not complete, damaged (sizes that do not fit), or written by a newer lmres. A
-        flipped bit is found only by `TokenSplit.verify`, which reads everything.
+      DataError: not a store, not complete, damaged (sizes that do not fit), or written by a newer lmres; an object
+        store that cannot be read. A flipped bit is found only by `TokenSplit.verify`, which reads everything.
     """
-    path = Path(path)
-    meta = _read_meta(path)
-    splits = {name: _open_split(path / name, info, meta.dtype) for name, info in meta.splits.items()}
+    folder = source = as_path(path, "prepared stores")
+    if is_remote(path):
+        folder = _fetched(source, store_cache() if cache is None else cache)
+    meta = dataclasses.replace(_read_meta(folder), path=source)
+    splits = {name: _open_split(folder / name, info, meta.dtype) for name, info in meta.splits.items()}
     return Store(meta, splits)
+
+
+def store_cache() -> Path:
+    """Where stores are kept unless `data.cache_dir` says otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmres" / "data"
+
+
+def _fetched(source: Path, cache: Path) -> Path:
+    """The copy in `cache` of a store on an object store. It is at its name only when complete; of several processes
+    that copy it at a time, one's copy stays."""
+    try:
+        info = _read_meta(source)
+        meta = (source / STORE_META).read_bytes()
+        folder = cache / f"copy-{hashlib.sha256(f'{source}'.encode() + meta).hexdigest()[:32]}"
+        if folder.exists():
+            return folder
+        work = cache / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        try:
+            for name in info.splits:
+                (work / name).mkdir(parents=True)
+                for file in ("tokens.bin", "offsets.npy", "bytes.npy"):
+                    if file == "bytes.npy" and not (source / name / file).exists():
+                        continue  # ready-made ids
+                    with (source / name / file).open("rb") as there, open(work / name / file, "wb") as here:
+                        shutil.copyfileobj(there, here, 1 << 24)
+            (work / STORE_META).write_bytes(meta)
+            for name, split in info.splits.items():
+                _open_split(work / name, split, info.dtype).verify()
+            try:
+                os.rename(work, folder)
+            except OSError:
+                if not folder.exists():
+                    raise
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        return folder
+    except DataError as e:
+        raise DataError(f"{source}: {e}") from e
+    except Exception as e:  # each object store's package has errors of its own
+        told = " ".join(str(e).split())[:200]
+        raise DataError(f"{source}: cannot be copied to {cache} ({type(e).__name__}: {told})") from e
 
 
 def _broken(path: Path, what: str) -> DataError:

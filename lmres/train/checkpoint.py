@@ -22,7 +22,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
@@ -31,6 +30,8 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 import lmres
+from lmres.data.errors import DataError
+from lmres.data.files import as_path, is_remote
 from lmres.train.digest import digests, named
 from lmres.train.fingerprint import (
     CheckpointError,
@@ -121,8 +122,12 @@ class Checkpoints:
     ):
         if keep < 1:
             raise ValueError(f"train.keep={keep} must be at least 1")
-        text = os.fspath(folder)
-        self.folder = text if "://" in text else str(Path(text).absolute())
+        # orbax writes to s3:// as if it were a local folder of that name: refused, not tried.
+        try:
+            path = as_path(folder, "checkpoints", schemes=("gs",))
+        except DataError as error:
+            raise CheckpointError(str(error)) from error
+        self.folder = str(path if is_remote(folder) else path.absolute())
         self._digest, self._report = digest, report
         # The reader never waits for other processes: one alone may find a file damaged, and must be able to
         # say so before the others go on. It changes nothing in the folder.
