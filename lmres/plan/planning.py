@@ -157,17 +157,24 @@ def islands(devices, topology: Topology) -> list[int]:
 
 
 def told_memory(text: str, held: int, available: int) -> tuple[int, int]:
-    """(bytes needed, bytes there) from a compiler's refusal, such as ``Used 20.1G of 15.75G hbm``.
+    """(bytes needed, bytes there) from a compiler's refusal.
 
-    Where it gives no numbers: the arguments ``held``, or what is there and one byte more if those would fit.
+    Known: ``HLO temporaries (16.60G) exceeds available HBM (15.75G)``, to which the arguments ``held`` are added;
+    ``Used 20.1G of 15.75G hbm``; ``allocate 5.0GiB``. Without numbers: what is there and one byte more.
     """
-    used = re.search(r"Used ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm", text)
+    figure = r"([\d.]+)\s*([KMGT]?)(?:i?B)?"
+    temporaries = re.search(rf"HLO temporaries \({figure}\) exceeds available HBM \({figure}\)", text)
+    used = re.search(rf"Used {figure} of {figure} hbm", text)
+    asked = re.search(rf"allocat(?:e|ing) {figure}", text)
+    if temporaries:
+        return held + _told(*temporaries.groups()[:2]), _told(*temporaries.groups()[2:])
     if used:
-        return round(float(used[1]) * _UNITS[used[2]]), round(float(used[3]) * _UNITS[used[4]])
-    asked = re.search(r"(?:allocate|allocating) ([\d.]+)\s*([KMGT]?)i?B", text)
-    if asked:
-        return max(round(float(asked[1]) * _UNITS[asked[2]]), available + 1), available
-    return max(held, available + 1), available
+        return _told(*used.groups()[:2]), _told(*used.groups()[2:])
+    return max(held, available + 1, _told(*asked.groups()) if asked else 0), available
+
+
+def _told(value: str, unit: str) -> int:
+    return round(float(value) * _UNITS[unit])
 
 
 def _first_lines(text: str, count: int = 3) -> str:
