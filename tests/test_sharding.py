@@ -1,5 +1,6 @@
 """The sharding tables, their errors, and one train step lowered on meshes that are not here."""
 
+import dataclasses
 import re
 
 import chex
@@ -65,11 +66,10 @@ def test_collisions_are_found(monkeypatch):
         spec_for(("embed", "mlp"), (64, 128), mesh, "parameter mlp/up")
 
 
-@pytest.mark.parametrize("connection", KINDS, ids=name)
-def test_train_step_lowers_for_a_pod_that_is_not_here(connection):
-    """Contract: an abstract mesh of 128 devices, lowered for TPU; states and parameters divide, shardings agree."""
+def lowered_for_a_pod(connection, **settings):
+    """(text of a train step for TPUs on an abstract mesh of 128 devices, the state, the state after it)."""
     mesh = AbstractMesh((8, 4, 2, 2), AXES, axis_types=(AxisType.Auto,) * 4)
-    model = Transformer(CONFIG, connection, constrainer(mesh))
+    model = Transformer(dataclasses.replace(CONFIG, **settings), connection, constrainer(mesh))
     schedule = make_schedule(ScheduleConfig(), 100)
     optimizer = make_optimizer(OptimizerConfig(), schedule, connection, abstract_params(model))
     state = abstract_state(model, optimizer, mesh)
@@ -79,10 +79,22 @@ def test_train_step_lowers_for_a_pod_that_is_not_here(connection):
     batch["weights"] = jax.ShapeDtypeStruct(ids.shape, jnp.float32, sharding=rows)
     step = jax.jit(train_step_function(model, optimizer, schedule), donate_argnums=0)
     text = step.trace(state, batch).lower(lowering_platforms=("tpu",)).as_text()
+    return text, state, jax.eval_shape(step, state, batch)[0]
+
+
+@pytest.mark.parametrize("connection", KINDS, ids=name)
+def test_train_step_lowers_for_a_pod_that_is_not_here(connection):
+    """Contract: states and parameters divide, shardings agree."""
+    text, state, new_state = lowered_for_a_pod(connection)
     assert '"data"=8, "fsdp"=4, "sequence"=2, "tensor"=2' in text
     assert text.count("sdy.sharding_constraint") >= 4, "embedding, states and logits are pinned"
-    new_state, _ = jax.eval_shape(step, state, batch)
     assert jax.tree.map(lambda a: a.shape, new_state) == jax.tree.map(lambda a: a.shape, state)
+
+
+@pytest.mark.parametrize("connection", [Plain(), MHC(), AttentionResiduals()], ids=name)
+def test_what_is_kept_can_lie_in_the_hosts_memory(connection):
+    assert "pinned_host" in lowered_for_a_pod(connection, remat="offload")[0]
+    assert "pinned_host" not in lowered_for_a_pod(connection, remat="dots")[0]
 
 
 def compiled_loss(connection, config, flow=FlowConfig()):  # noqa: B008 - frozen

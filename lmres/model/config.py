@@ -32,7 +32,8 @@ class ModelConfig:
     dropout: probability with which an entry of a branch's output is dropped in training.
     dtype: in which the branches compute. Parameters, norms' statistics, depth softmax, Sinkhorn and logits are float32.
     scan: one compiled block for all depths; False is a Python loop, for debugging.
-    remat: what the backward pass recomputes: "none", "dots" (all but products with weights), "full".
+    remat: what the backward pass recomputes: "none", "dots" (all but products with weights), "offload" (as "dots",
+      and what is kept lies in the host's memory), "full".
     attention: implementation: "xla", "cudnn", or "auto" (cudnn where it can run).
     """
 
@@ -58,7 +59,7 @@ class ModelConfig:
     dropout: float = 0.0
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     scan: bool = True
-    remat: Literal["none", "dots", "full"] = "none"
+    remat: Literal["none", "dots", "offload", "full"] = "none"
     attention: Literal["auto", "xla", "cudnn"] = "auto"
 
     @property

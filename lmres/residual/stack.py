@@ -37,7 +37,7 @@ from lmres.residual.interface import (
 from lmres.residual.two_phase import has_two_phases, run_two_phases
 
 Branch = Callable[[Params, Array, Any, Any, Any], tuple[Array, Any]]
-Remat = Literal["none", "full", "dots", "inputs"]
+Remat = Literal["none", "full", "dots", "offload", "inputs"]
 
 
 def no_constraint(x: Array, axes: Any) -> Array:
@@ -83,8 +83,8 @@ class Stack:
     repeats: number of copies.
     scan: one compiled body; False is a Python loop.
     remat: what the backward pass recomputes: "none", "full" (everything inside a copy), "dots" (all but the
-      results of matrix products with weights). "inputs" is for growing histories: the units' inputs are read
-      again, nothing else.
+      results of matrix products with weights), "offload" (as "dots", but these are kept in the host's memory and
+      fetched back). "inputs" is for growing histories: the units' inputs are read again, nothing else.
     constrain: ``f(array, logical axes) -> array`` that pins shardings; the identity by default.
     """
 
@@ -238,7 +238,11 @@ class Stack:
         """``f`` under the stack's rematerialisation."""
         if self.remat in ("none", "inputs"):
             return f
-        keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "dots" else None
+        policies = jax.checkpoint_policies
+        keep = {
+            "dots": policies.dots_with_no_batch_dims_saveable,
+            "offload": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        }.get(self.remat)
         # Inside a scan the barriers against common-subexpression elimination are not needed and cost speed.
         return jax.checkpoint(f, policy=keep, prevent_cse=not self.scan)
 
