@@ -1,5 +1,6 @@
 """Every launcher: clean, helpful, and says what it would do."""
 
+import shlex
 import shutil
 import subprocess
 import sys
@@ -139,3 +140,20 @@ def test_settings_come_from_variables_too_and_options_win(launch):
     assert launch("local.sh", "--processes=2", *words, LMRES_PROCESSES="3").stdout.count("\n") == 2
     assert launch("local.sh", "--gpus=3", "--processes=2", *words).returncode == 2
     assert " python -m lmres train " in launch("local.sh", *words, LMRES_PROGRAM="python -m lmres").stdout
+
+
+def documented():
+    text = (LAUNCH / "README.md").read_text(encoding="utf-8")
+    return [line.split("`")[-2] for line in text.splitlines() if line.startswith("|") and "`launch/" in line]
+
+
+@pytest.mark.parametrize("command", documented())
+def test_documented_commands_are_understood(launch, command):
+    script, *words = shlex.split(command)
+    assert (ROOT / next(word for word in words if word.endswith(".yaml"))).exists()
+    done = launch(script.removeprefix("launch/"), "--dry-run", *words)
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+def test_each_launcher_is_documented():
+    assert {command.split()[0] for command in documented()} == {f"launch/{script}" for script in SCRIPTS}
