@@ -238,8 +238,9 @@ class ReadSet:
         found = set()
         for term in self.terms:
             near, far = term.distances(tokens)
-            end = self._settled(term) if far is None else min(far, self._settled(term))
-            for d in range(max(near, nearest), end + 1):
+            start = max(near, nearest)
+            settled = max(start, self._settled(term))
+            for d in range(start, (settled if far is None else min(far, settled)) + 1):
                 for l in range(1, self.layers + 1):
                     low, high = term.layers_at(l, d, self.sources)
                     found.update((l, m) for m in range(low, high + 1) if d > 0 or m != l)

@@ -50,6 +50,9 @@ def test_every_read_is_gathered_once(geometry, layers):
     allowed = reads_of(reads, T)
     for one_tile in {False, reads.schedule_class(T) == "parallel"}:
         lowering = lower(reads, T, one_tile)
+        # A share of the heads that reads all of it is given all of it.
+        rows, near = Reader(reads, T, one_tile).needed(reads)
+        assert len(rows) == lowering.rows and near == any(m >= 0 for m in np.ravel(lowering.near))
         for l in range(layers):
             count = gathered(lowering, l)
             assert count.max() <= 1

@@ -262,6 +262,8 @@ def test_closed_forms_of_geometries(geometry):
     fits = [n for n in up_to(T) if not any(c(t, n) == c(s, n) and m > l for t, l, s, m in past)]
     assert reads.tile(T) == max(fits)
     assert reads.cached(T) == tuple(sorted({m for *_, m in past}))
+    for nearest in (1, 2, 4, 7):
+        assert reads.pairs(T, nearest) == {(l, m) for t, l, s, m in past if t - s >= nearest}
 
 
 @pytest.mark.parametrize("sweeps", [1, 2, 3])
