@@ -148,6 +148,11 @@ class FlowConfig:
         if groups % shares:
             raise ValueError(f"flow.kind={self.kind} shares {groups} key/value heads among {shares}; they must divide")
         store = self.store(layers)
+        if not store.slots:
+            raise ValueError(
+                f"flow.kind={self.kind} with flow.adopt={self.adopt} leaves no token anything of another to read over "
+                f"model.blocks={layers}"
+            )
         if heads_from != "projections" and (store.projection != "producer" or store.last()):
             raise ValueError(
                 f"flow.kind={self.kind} needs keys that are projected, and model.heads_from={heads_from} has none; set "

@@ -61,9 +61,15 @@ def softmax_read(query, cells, share, config):
     return jnp.stack(found, 1)
 
 
-def logits_of(params, tokens, config, flow, recurrent=False, feedback=False, channels=0):
-    """[B, T, V]. recurrent, feedback, channels: whether the past is read in these forms; else producer or consumer keys
-    of the sources that the flow's read sets allow."""
+def logits_of(*args, **options):
+    """[B, T, V]; arguments as in ``columns_of``."""
+    return columns_of(*args, **options)[0]
+
+
+def columns_of(params, tokens, config, flow, recurrent=False, feedback=False, channels=0, before=None):
+    """(logits [B, T, V], {(t, l): h[t, l]}). recurrent, feedback, channels: whether the past is read in these forms;
+    else producer or consumer keys of the sources that the flow's read sets allow. before: the states of an earlier
+    sweep, which what lies above the reader is made from; None to run exactly."""
     L, own = config.blocks, params.get("cells", {})
     attention, mlp = params["stack"]["attention"], params["stack"]["mlp"]
     at = lambda tree, l: jax.tree.map(lambda p: p[l - 1], tree)  # noqa: E731
@@ -74,13 +80,14 @@ def logits_of(params, tokens, config, flow, recurrent=False, feedback=False, cha
 
     def keys(l, s, m):
         """Of source m at token s for reader l."""
+        found = states if before is None or m <= l else before
         if feedback and (s, m) in memory:
             return made_of(at(attention, l), memory[s, m], s, config)
         if channels and m == L and s in pooled:
             return pooled[s][(l - 1) % channels]
         if m == L + 1 and not consumer:
-            return made_of(own["output"], states[s, L], s, config)
-        return made_of(at(attention, l if consumer else m), states[s, m - 1], s, config)
+            return made_of(own["output"], found[s, L], s, config)
+        return made_of(at(attention, l if consumer else m), found[s, m - 1], s, config)
 
     table = params["embed"]["table"]
     for t in range(1, tokens.shape[1] + 1):
@@ -121,4 +128,4 @@ def logits_of(params, tokens, config, flow, recurrent=False, feedback=False, cha
             inputs = [states[t, l] for l in range(L)]
             pooled[t] = [channel(own["source"], inputs, j, t, config) for j in range(channels)]
         out.append(rms(states[t, L], params["final_norm"]["gain"], config.norm_eps) @ table.T)
-    return jnp.stack(out, 1)
+    return jnp.stack(out, 1), states

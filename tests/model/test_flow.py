@@ -174,6 +174,7 @@ def test_wider_reads_change_the_model_and_add_the_bias_alone():
         ({"kind": "standard + top + deep"}, "shares 2 key/value heads among 3"),
         ({"kind": "standard + recurrent"}, "only geometries that read the layers' own keys"),
         ({"kind": "standard + top", "adopt": "optional"}, "flow.adopt=optional has no meaning for heads"),
+        ({"kind": "standard", "adopt": "mandatory"}, "leaves no token anything of another to read"),
         ({"kind": "pool(2)", "adopt": "optional"}, r"nor for a pool: flow.kind=pool\(2\)"),
         ({"kind": "map(1,2)"}, r"flow.kind=map\(1,2\): map.* \(model.blocks=3\)"),
         ({"kind": "standard + top", "output": True}, r"standard \+ top\(output\): the parts have 3, 4 source layers"),
