@@ -10,7 +10,7 @@ from lmres.plan.machines import HEADROOM
 from lmres.plan.planning import Plan
 from lmres.plan.topology import Topology
 
-_POLICIES = ("none", "dots", "full")  # what is kept less and less
+_POLICIES = ("none", "dots", "offload", "full")  # what is kept on the device less and less
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,8 @@ def changed(setting: Setting, changes: dict[str, Any]) -> Setting:
 
 def candidates(setting: Setting, devices: int) -> Iterator[dict[str, Any]]:
     """Changes to a setting that keep what it computes: every mesh of so many devices (parts of a sequence as they are),
-    every rematerialisation, every accumulation by a power of two."""
+    every rematerialisation on the device, every accumulation by a power of two. Not model.remat=offload, whose time is
+    that of the way to the host, and no figure for it is at hand."""
     sizes = mesh_sizes(setting.mesh, devices)
     kept = {axis: size for axis, size in sizes.items() if axis not in ("data", "fsdp", "tensor")}
     free = devices
@@ -50,7 +51,7 @@ def candidates(setting: Setting, devices: int) -> Iterator[dict[str, Any]]:
     for tensor in _divisors(free):
         for fsdp in _divisors(free // tensor):
             data = free // tensor // fsdp
-            for remat in _POLICIES:
+            for remat in (policy for policy in _POLICIES if policy != "offload"):
                 accumulate = 1
                 while setting.train.batch_size % accumulate == 0:
                     yield {
@@ -127,6 +128,8 @@ def _tried(setting, topology, shapes, changes, scale) -> Advice | None:
 
 def _named(setting: Setting, changes: dict[str, Any], guess: Estimate, scale: float) -> Advice:
     note = "trains differently: fewer tokens per update" if "train.batch_size" in changes else ""
+    if changes.get("model.remat") == "offload":
+        note = "moves activations to the host, which the bound leaves out"
     return Advice(changes, guess.peak * scale, guess.seconds, changed(setting, changes), note)
 
 

@@ -5,7 +5,7 @@ Per device, with t = tokens of a micro-batch on it, D width, b bytes of a number
     state        parameters, optimiser state, and gradients like the parameters (twice with accumulation)
     activations  kept for the backward pass: with model.remat=full s t D b of every block (s: the connection's state;
                  once for all blocks where it grows), with "dots" the outputs of products with weights as well, with
-                 "none" all that a block computes
+                 "none" all that a block computes; "offload" keeps on the device what "full" does
     transient    scores of one block's attention, one block's activations, its gathered weights, logits (3 copies)
 
 The time is a bound like ``roofline``'s, from what FSDP, data and tensor parallelism have to send. Real figures differ,
@@ -115,7 +115,7 @@ def _activations(setting: Setting, tokens: float, tensor: int) -> tuple[float, f
     rest = (2 * model.width + model.hidden / tensor + 2 * model.heads * model.head_size / tensor) * 2
     kept = carried * model.width * tokens * bytes_
     block = tokens * (products + rest + 4 * max(state if state < 8 else 2, 1) * model.width) * bytes_
-    if model.remat != "full":
+    if model.remat in ("none", "dots"):
         kept += model.blocks * tokens * products * bytes_
     if model.remat == "none":
         kept += model.blocks * (scores * bytes_ / _SCORES + tokens * rest * bytes_)
@@ -129,7 +129,7 @@ def _seconds(setting, topology, sizes, parameters, optimiser, whole, tokens) -> 
     weights = whole * _width(setting) / tensor
     gathered = 3 * accumulate * weights * (fsdp - 1) / fsdp  # forward, backward, and the gradients' reduction
     reduced = 2 * parameters * (data - 1) / data
-    again = {"none": 4, "dots": 4, "full": 6}[model.remat]  # all-reduces of a block: two per pass through it
+    again = 6 if model.remat == "full" else 4  # all-reduces of a block: two per pass through it
     split = accumulate * again * model.blocks * tokens * model.width * _width(setting) * 2 * (tensor - 1) / tensor
     network = (gathered + reduced + split) / machine.link
     if machine.platform == "cuda" and topology.shape[0] > 1 and machine.network:

@@ -185,14 +185,15 @@ def step_flops(setting: Setting) -> dict[str, float]:
 
     model: by ``lmres.train.flops``; a third of a training token's where nothing is differentiated, and without the
     output head in a prefill. recomputed: what rematerialisation does again: with model.remat=full the forward pass of
-    all blocks, with "dots" that of attention's scores and of the connection.
+    all blocks, with "dots" and "offload" that of attention's scores and of the connection.
     """
     model, what = setting.model, setting.what
     per = flops_per_token(model, setting.residual, flow=setting.flow)
     head = 6.0 * model.vocab_size * model.width
     if what == "train":
         tokens = setting.train.batch_size * model.context
-        blocks = {"none": 0.0, "dots": per["attention"] + per["connection"], "full": per["total"] - head}[model.remat]
+        blocks = per["attention"] + per["connection"]  # "dots" and "offload"
+        blocks = {"none": 0.0, "full": per["total"] - head}.get(model.remat, blocks)
         return _total(tokens * per["total"], tokens * blocks / 3)
     if what == "prefill":
         per = flops_per_token(model, setting.residual, sequence=setting.tokens, flow=setting.flow)

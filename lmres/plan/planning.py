@@ -27,15 +27,17 @@ class Memory:
     """Bytes per device.
 
     held: arguments by what they are, without padding. activations: what the forward pass keeps for the backward pass,
-    part of what the compiler calls temporaries. temporaries: the rest of those. program: the code. peak: arguments,
-    results that are not arguments updated in place, temporaries and code. available: the published memory. limit: of
-    that, what may be used. Where the compiler refused, all but held, peak, available and limit are None.
+    part of what the compiler calls temporaries. temporaries: the rest of those. program: the code. host: what lies in
+    the host's memory instead, for one device. peak: arguments, results that are not arguments updated in place,
+    temporaries and code. available: the memory there is, as published or as the compiler says in a refusal. limit: of
+    that, what may be used. Where the compiler refused, activations, temporaries, program and host are None.
     """
 
     held: dict[str, int]
     activations: int | None
     temporaries: int | None
     program: int | None
+    host: int | None
     peak: int
     available: int
     limit: int
@@ -115,7 +117,7 @@ def make_plan(setting: Setting, topology: Topology, devices: list[Any], buffers:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         peak, available = told_memory(str(error), sum(held.values()), available)
-        memory = Memory(held, None, None, None, peak, available, min(limit, available))
+        memory = Memory(held, None, None, None, None, peak, available, min(limit, available))
         return Plan(
             **common, memory=memory, compute=None, traffic=[], bound=None, buffers=[], unknown_loops=0,
             compile_seconds=time.perf_counter() - lowered_at, refused=_first_lines(str(error)),
@@ -130,6 +132,7 @@ def make_plan(setting: Setting, topology: Topology, devices: list[Any], buffers:
         activations=kept,
         temporaries=stats.temp_size_in_bytes - kept,
         program=stats.generated_code_size_in_bytes,
+        host=stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes + stats.host_temp_size_in_bytes,
         peak=stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes + stats.generated_code_size_in_bytes,
         available=available,
         limit=limit,

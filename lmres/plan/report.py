@@ -111,6 +111,8 @@ def _memory(plan: Plan) -> Section:
         ("peak", size(memory.peak)),
         ("memory", size(memory.available)),
     ]
+    if memory.host:
+        rows.append(("in the host's memory, for this device", size(memory.host)))
     return Section("memory per device", ("", "bytes"), rows)
 
 

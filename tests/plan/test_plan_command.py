@@ -13,7 +13,7 @@ KEYS = {
 }  # fmt: skip
 INNER = {
     "topology": "name slices devices kind memory peak_flops hbm_bandwidth link_bandwidth network_bandwidth source",
-    "memory": "held activations temporaries program peak available limit",
+    "memory": "held activations temporaries program host peak available limit",
     "work": "model_flops recomputed_flops compiler_flops compiler_bytes moved compiler_seconds",
     "bound": "compute memory network seconds by incomplete",
 }
