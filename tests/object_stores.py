@@ -7,6 +7,7 @@ import functools
 import os
 import socket
 import threading
+import urllib.parse
 from collections.abc import Callable
 
 BUCKET = "bucket"
@@ -19,15 +20,58 @@ def _in_background(start: Callable[[], None]) -> None:
     thread.join()
 
 
+def _with_generations(handler: type) -> type:
+    """The emulator's handler of requests, with what tensorstore relies on and it lacks: the generation of an object is
+    told when it is read, and a request for or but for a given generation is answered so."""
+    from gcp_storage_emulator.exceptions import NotFound
+
+    class Handler(handler):
+        def _serve(self, answer: Callable[[], None]) -> None:
+            address = urllib.parse.urlsplit(self.path)
+            query = dict(urllib.parse.parse_qsl(address.query))
+            bucket, _, name = address.path.partition("/b/")[2].partition("/o")
+            name = urllib.parse.unquote(name.removeprefix("/")) or query.get("name", "")
+            try:
+                self._generation = self.storage.get_file_obj(bucket, name)["generation"] if name else None
+            except NotFound:
+                self._generation = "0"
+            wanted, unwanted = query.get("ifGenerationMatch"), query.get("ifGenerationNotMatch")
+            if wanted not in (None, self._generation) or (unwanted is not None and unwanted == self._generation):
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self.send_response(412 if wanted is not None else 304)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+            else:
+                self._told = self.command == "GET" and self._generation not in (None, "0")
+                answer()
+
+        def end_headers(self) -> None:
+            if getattr(self, "_told", False):
+                self.send_header("x-goog-generation", self._generation)
+            super().end_headers()
+
+        def do_GET(self) -> None:
+            self._serve(super().do_GET)
+
+        def do_POST(self) -> None:
+            self._serve(super().do_POST)
+
+        def do_DELETE(self) -> None:
+            self._serve(super().do_DELETE)
+
+    return Handler
+
+
 @functools.cache
 def gs() -> dict[str, str]:
     """Starts a gs:// with one empty bucket; gives the environment variables that lead to it."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    from gcp_storage_emulator.server import create_server
+    from gcp_storage_emulator import server
 
-    _in_background(lambda: create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET).start())
+    server.RequestHandler = _with_generations(server.RequestHandler)
+    _in_background(lambda: server.create_server("127.0.0.1", port, in_memory=True, default_bucket=BUCKET).start())
     address = f"http://127.0.0.1:{port}"
     return {
         "STORAGE_EMULATOR_HOST": address,  # gcsfs, and Google's own client in orbax
