@@ -36,6 +36,8 @@ def _with_generations(handler: type) -> type:
             except NotFound:
                 self._generation = "0"
             wanted, unwanted = query.get("ifGenerationMatch"), query.get("ifGenerationNotMatch")
+            if not name:  # of an upload whose name is in its body; tensorstore makes none of that kind
+                wanted = unwanted = None
             if wanted not in (None, self._generation) or (unwanted is not None and unwanted == self._generation):
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 self.send_response(412 if wanted is not None else 304)
