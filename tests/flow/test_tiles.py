@@ -110,6 +110,10 @@ def test_reference_is_cell_by_cell_in_any_order():
     + [
         pytest.param(g, n, marks=pytest.mark.slow)
         for g, n in (("top", 1), ("chunk(2)", 2), ("cone(1)", 3), ("block(2)", 2))
+    ]
+    + [
+        pytest.param(g, 1, marks=pytest.mark.slow)
+        for g in ("lag(3)", "recurrent", "feedback", "diagonal(1/2)", "map(2,3,3)", "rectangle(2)", "diagonal(-1)")
     ],
 )
 def test_sweeps_are_exact_when_counted(geometry, groups):
@@ -118,7 +122,16 @@ def test_sweeps_are_exact_when_counted(geometry, groups):
     _, (exact, grid) = reference(params, e, reads_of(reads, T), kept(reads))[0]
     rng = np.random.default_rng(5)
     needed = sweeps_needed(reads, T, groups)
-    each = {"deep": groups, "top": groups, "lag(2)": 2, "chunk(3)": 3, "moda": T}.get(geometry, 0)
+    each = {
+        "deep": groups,
+        "top": groups,
+        "lag(2)": 2,
+        "lag(3)": 3,
+        "chunk(3)": 3,
+        "moda": T,
+        "rectangle(2)": T,
+        "diagonal(-1)": T,
+    }.get(geometry, 0)
     for start in (empty_grid(reads, T), tuple(jnp.asarray(rng.normal(size=x.shape)) for x in grid)):
         found = start
         for count in range(1, needed + 1):
