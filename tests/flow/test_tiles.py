@@ -105,15 +105,19 @@ def test_reference_is_cell_by_cell_in_any_order():
 
 @pytest.mark.parametrize(
     ("geometry", "groups"),
-    [("deep", 1), ("deep", 2), ("lag(2)", 1)]
-    + [pytest.param(g, n, marks=pytest.mark.slow) for g, n in (("deep", 3), ("deep", 6), ("chunk(3)", 1), ("moda", 1))]
-    + [
-        pytest.param(g, n, marks=pytest.mark.slow)
-        for g, n in (("top", 1), ("chunk(2)", 2), ("cone(1)", 3), ("block(2)", 2))
-    ]
-    + [
-        pytest.param(g, 1, marks=pytest.mark.slow)
-        for g in ("lag(3)", "recurrent", "feedback", "diagonal(1/2)", "map(2,3,3)", "rectangle(2)", "diagonal(-1)")
+    [
+        *(("deep", 1), ("deep", 2), ("lag(2)", 1)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                *(("deep", 3), ("deep", 6), ("chunk(2)", 2), ("cone(1)", 3), ("block(2)", 2)),
+                *(
+                    (g, 1)
+                    for g in ("top", "lag(3)", "chunk(3)", "recurrent", "feedback", "diagonal(1/2)", "map(2,3,3)")
+                ),
+                *((g, 1) for g in ("moda", "rectangle(2)", "diagonal(-1)")),
+            ]
+        ),
     ],
 )
 def test_sweeps_are_exact_when_counted(geometry, groups):
@@ -122,16 +126,8 @@ def test_sweeps_are_exact_when_counted(geometry, groups):
     _, (exact, grid) = reference(params, e, reads_of(reads, T), kept(reads))[0]
     rng = np.random.default_rng(5)
     needed = sweeps_needed(reads, T, groups)
-    each = {
-        "deep": groups,
-        "top": groups,
-        "lag(2)": 2,
-        "lag(3)": 3,
-        "chunk(3)": 3,
-        "moda": T,
-        "rectangle(2)": T,
-        "diagonal(-1)": T,
-    }.get(geometry, 0)
+    one_pass = dict.fromkeys(("moda", "rectangle(2)", "diagonal(-1)"), T)
+    each = {"deep": groups, "top": groups, "lag(2)": 2, "lag(3)": 3, "chunk(3)": 3, **one_pass}.get(geometry, 0)
     for start in (empty_grid(reads, T), tuple(jnp.asarray(rng.normal(size=x.shape)) for x in grid)):
         found = start
         for count in range(1, needed + 1):
