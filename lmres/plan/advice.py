@@ -1,6 +1,7 @@
 """What would fit, where a plan does not: other settings by estimate, corrected by what the compiler found."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from lmres.plan.lowering import Setting
 from lmres.plan.machines import HEADROOM
 from lmres.plan.planning import Plan
 from lmres.plan.topology import Topology
+from lmres.sharding import AXES
 
 _POLICIES = ("none", "dots", "offload", "full")  # what is kept on the device less and less
 
@@ -43,11 +45,8 @@ def candidates(setting: Setting, devices: int) -> Iterator[dict[str, Any]]:
     """Changes to a setting that keep what it computes: every mesh of so many devices (parts of a sequence as they are),
     every rematerialisation on the device, every accumulation by a power of two. Not model.remat=offload, whose time is
     that of the way to the host, and no figure for it is at hand."""
-    sizes = mesh_sizes(setting.mesh, devices)
-    kept = {axis: size for axis, size in sizes.items() if axis not in ("data", "fsdp", "tensor")}
-    free = devices
-    for size in kept.values():
-        free //= size
+    chosen = ("data", "fsdp", "tensor")
+    free = devices // math.prod(getattr(setting.mesh, axis) for axis in AXES if axis not in chosen)
     for tensor in _divisors(free):
         for fsdp in _divisors(free // tensor):
             data = free // tensor // fsdp
@@ -62,14 +61,14 @@ def candidates(setting: Setting, devices: int) -> Iterator[dict[str, Any]]:
 
 
 def ranked(setting: Setting, topology: Topology, shapes: dict[str, Any]) -> list[tuple[dict[str, Any], Estimate]]:
-    """Candidates whose sizes divide, with their estimates, fastest first; of equal ones that with less memory."""
+    """Candidates whose sizes divide, with their estimates, by ``Estimate.order`` and then by memory."""
     found = []
     for changes in candidates(setting, topology.size):
         try:
             found.append((changes, estimate(changed(setting, changes), topology, shapes)))
         except ValueError:  # sizes that do not divide: no candidate
             continue
-    return sorted(found, key=lambda pair: (pair[1].seconds, pair[1].peak))
+    return sorted(found, key=lambda pair: (pair[1].order, pair[1].peak))
 
 
 def scale_of(plan: Plan, guess: Estimate) -> float:

@@ -8,8 +8,10 @@ Per device, with t = tokens of a micro-batch on it, D width, b bytes of a number
                  "none" all that a block computes; "offload" keeps on the device what "full" does
     transient    scores of one block's attention, one block's activations, its gathered weights, logits (3 copies)
 
-The time is a bound like ``roofline``'s, from what FSDP, data and tensor parallelism have to send. Real figures differ,
-above all in what the compiler keeps at the same time; a plan that was compiled corrects the memory by ``scale``.
+The time is a bound like ``roofline``'s: memory is that of the weights, of attention's scores (read or written about
+three times in each pass) and of the connection, network what FSDP, data and tensor parallelism have to send. Real
+figures differ, above all in what the compiler keeps at the same time; a plan that was compiled corrects the memory by
+``scale``.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from lmres.plan.lowering import Setting, device_bytes, step_flops
+from lmres.plan.lowering import Setting, check_micro_batch, device_bytes, step_flops
 from lmres.plan.topology import Topology
 from lmres.residual.interface import AppendOnly
 from lmres.sharding import AXES, MeshConfig, param_shardings
@@ -33,12 +35,22 @@ _SCORES = 12  # bytes per score: float32 twice and the model's dtype twice, of w
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Bytes per device, seconds per step."""
+    """Bytes per device. roofs: seconds per step of compute, memory and network."""
 
     state: float
     activations: float
     transient: float
-    seconds: float
+    roofs: tuple[float, float, float]
+
+    @property
+    def seconds(self) -> float:
+        """The bound."""
+        return max(self.roofs)
+
+    @property
+    def order(self) -> float:
+        """The bound and a tenth of all three: of candidates with much the same bound, that with less to overlap."""
+        return self.seconds + sum(self.roofs) / 10
 
     @property
     def peak(self) -> float:
@@ -75,27 +87,23 @@ def estimate(setting: Setting, topology: Topology, shapes: dict[str, Any]) -> Es
     """
     model, train = setting.model, setting.train
     sizes = mesh_sizes(setting.mesh, topology.size)
-    copies, tensor, sequence = sizes["data"] * sizes["fsdp"], sizes["tensor"], sizes.get("sequence", 1)
-    micro, rest = divmod(train.batch_size, train.accumulate)
-    if rest or micro % copies:
-        raise ValueError(
-            f"train.batch_size={train.batch_size} / train.accumulate={train.accumulate} is not a multiple of "
-            f"mesh.data x mesh.fsdp = {copies}"
-        )
+    if sizes["data"] % topology.slices:
+        raise ValueError(f"mesh.data={sizes['data']} is not a multiple of the {topology.slices} slices")
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    tensor, parts = sizes["tensor"], check_micro_batch(train, mesh) * sizes.get("sequence", 1)
     placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes, param_shardings(shapes, mesh),
     )  # fmt: skip
     parameters, optimiser = device_bytes(placed["params"]), device_bytes(placed["opt_state"])
-    tokens = micro * model.context / (copies * sequence)
+    tokens = train.batch_size / train.accumulate * model.context / parts
     activations, transient = _activations(setting, tokens, tensor)
     whole = sum(leaf.size for leaf in jax.tree.leaves(shapes["params"]))
     return Estimate(
         state=parameters * (2 + (train.accumulate > 1)) + optimiser,
         activations=activations,
         transient=transient + 2 * whole / model.blocks * _width(setting) / tensor,
-        seconds=_seconds(setting, topology, sizes, parameters, optimiser, whole, tokens),
+        roofs=_roofs(setting, topology, sizes, parameters, optimiser, whole, tokens),
     )
 
 
@@ -123,7 +131,8 @@ def _activations(setting: Setting, tokens: float, tensor: int) -> tuple[float, f
     return kept, max(scores + block, logits)
 
 
-def _seconds(setting, topology, sizes, parameters, optimiser, whole, tokens) -> float:
+def _roofs(setting, topology, sizes, parameters, optimiser, whole, tokens) -> tuple[float, float, float]:
+    """Seconds of compute, memory and network. tokens: of a micro-batch on a device; whole: number of parameters."""
     model, machine, accumulate = setting.model, topology.machine, setting.train.accumulate
     fsdp, data, tensor = sizes["fsdp"], sizes["data"], sizes["tensor"]
     weights = whole * _width(setting) / tensor
@@ -137,6 +146,10 @@ def _seconds(setting, topology, sizes, parameters, optimiser, whole, tokens) -> 
         inside = max(gpus // tensor, 1)  # members of an FSDP group on one host share what must leave it
         far = gathered / min(inside, fsdp) if fsdp * tensor > gpus else 0.0
         network = max(network, (far + (reduced if data > 1 and hosts > 1 else 0.0)) / machine.network)
-    memory = (3 * accumulate * weights + 2 * (parameters + optimiser)) / machine.hbm
+    passes = 4 if model.remat == "full" else 3  # forward passes that cost as much: backward is two
+    connection = setting.residual.cost(model.blocks * (2 if setting.residual.unit == "sublayer" else 1), model.width)
+    scores = model.blocks * model.heads / tensor * model.context * 4 * (3 * (passes + (model.remat == "dots")))
+    moved = accumulate * (3 * weights + tokens * (scores + passes * connection.moved * model.width * _width(setting)))
+    memory = (moved + 2 * (parameters + optimiser)) / machine.hbm
     compute = step_flops(setting)["total"] / topology.size / machine.peak
-    return max(compute, memory, network)
+    return compute, memory, network

@@ -5,7 +5,7 @@ module that has been scheduled; computations of fusions are kept apart, since no
 
 A loop counts as often as it runs: ``known_trip_count`` where the compiler gives one, else the constant that the loop's
 condition compares its counter with (the loops of ``jax.lax.scan`` start at 0 and add 1). Loops whose length is not
-found count once, and ``Module.unknown_loops`` says how many there are.
+found count once, and ``Module.unknown_loops`` says how many there are. Every branch of a conditional counts as run.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lmres.experiment.bench import batch_like
@@ -94,17 +94,26 @@ def make_program(setting: Setting, devices: list[Any]) -> Program:
     return make(setting, mesh)
 
 
-def rows_split(what: str, rows: int, mesh: Mesh) -> None:
-    """Raises ValueError unless rows of a batch can be split over the mesh. what: where their number comes from."""
+def check_rows(what: str, rows: float, mesh: Mesh | AbstractMesh) -> int:
+    """Into how many parts the mesh splits a batch. what: where the number of rows comes from.
+
+    Raises ValueError when the rows cannot be split so.
+    """
     parts = math.prod(mesh.shape[axis] for axis in batch_sharding(mesh).spec[0])
     if rows % parts:
         raise ValueError(f"{what} = {rows} is not a multiple of mesh.data x mesh.fsdp = {parts}; change one of them")
+    return parts
+
+
+def check_micro_batch(train: TrainConfig, mesh: Mesh | AbstractMesh) -> int:
+    """As ``check_rows``, of a micro-batch of training."""
+    what = f"train.batch_size={train.batch_size} / train.accumulate={train.accumulate}"
+    return check_rows(what, train.batch_size / train.accumulate, mesh)
 
 
 def _train(setting: Setting, mesh: Mesh) -> Program:
     train = setting.train
-    micro = f"train.batch_size={train.batch_size} / train.accumulate={train.accumulate}"
-    rows_split(micro, train.batch_size // train.accumulate, mesh)
+    check_micro_batch(train, mesh)
     model = build_model(setting.model, setting.residual, setting.flow, None, mesh)
     schedule = make_schedule(setting.schedule, train.steps)
     optimizer = make_optimizer(setting.optimizer, schedule, setting.residual, abstract_params(model))
@@ -127,7 +136,7 @@ def _served(setting: Setting, mesh: Mesh) -> tuple[Transformer, Any]:
 
 def _decode(setting: Setting, mesh: Mesh) -> Program:
     """One token more for each row of a cache that is full but for it; the cache is updated in place."""
-    rows_split("--batch", setting.batch, mesh)
+    check_rows("--batch", setting.batch, mesh)
     model, params = _served(setting, mesh)
     past = _cache(model, setting.batch, setting.tokens, mesh)
     rows = _rows(setting.batch, 1, mesh)
@@ -140,7 +149,7 @@ def _decode(setting: Setting, mesh: Mesh) -> Program:
 
 def _prefill(setting: Setting, mesh: Mesh) -> Program:
     """Reads prompts into a fresh cache of as many slots; no logits, as in ``lmres.generate.decode``."""
-    rows_split("--batch", setting.batch, mesh)
+    check_rows("--batch", setting.batch, mesh)
     model, params = _served(setting, mesh)
     rows = _rows(setting.batch, setting.tokens, mesh)
     past = _cache(model, setting.batch, setting.tokens, mesh)
@@ -192,9 +201,9 @@ def step_flops(setting: Setting) -> dict[str, float]:
     head = 6.0 * model.vocab_size * model.width
     if what == "train":
         tokens = setting.train.batch_size * model.context
-        blocks = per["attention"] + per["connection"]  # "dots" and "offload"
-        blocks = {"none": 0.0, "full": per["total"] - head}.get(model.remat, blocks)
-        return _total(tokens * per["total"], tokens * blocks / 3)
+        weightless = per["attention"] + per["connection"]
+        again = {"none": 0.0, "dots": weightless, "offload": weightless, "full": per["total"] - head}[model.remat]
+        return _total(tokens * per["total"], tokens * again / 3)
     if what == "prefill":
         per = flops_per_token(model, setting.residual, sequence=setting.tokens, flow=setting.flow)
         return _total(setting.batch * setting.tokens * (per["total"] - head) / 3, 0.0)
