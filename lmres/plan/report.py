@@ -36,7 +36,7 @@ def number(value: float | None, unit: str = "") -> str:
     for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= scale:
             return f"{value / scale:,.3g} {prefix}{unit}"
-    return f"{value:,.3g} {unit}".rstrip()
+    return (f"{value:,.0f} {unit}" if value >= 1e3 else f"{value:,.3g} {unit}").rstrip()
 
 
 def duration(value: float | None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from lmres.plan.advice import changed, ranked, scale_of
 from lmres.plan.estimate import state_shapes
 from lmres.plan.lowering import Setting
+from lmres.plan.machines import HEADROOM
 from lmres.plan.planning import Plan, make_plan
 from lmres.plan.topology import Topology
 
@@ -51,7 +52,7 @@ def search(
             "model.kv_heads, model.width and model.vocab_size; change one of them"
         )
     total, scale, tried = len(waiting), 1.0, []
-    limit = topology.machine.memory
+    limit = topology.machine.memory * (1 - HEADROOM)
     stopped = "every candidate that is estimated to fit was compiled"
     while waiting:
         at = next((i for i, (_, guess) in enumerate(waiting) if guess.peak * scale <= limit), None)
