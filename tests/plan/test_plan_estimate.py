@@ -1,0 +1,131 @@
+"""Estimates order candidates and make advice; what a compiler says in a refusal is read."""
+
+import dataclasses
+
+import pytest
+
+from lmres.flow.config import FlowConfig
+from lmres.model import ModelConfig
+from lmres.plan.advice import advise, candidates, changed, ranked
+from lmres.plan.estimate import estimate, mesh_sizes, state_shapes
+from lmres.plan.lowering import Setting, step_flops
+from lmres.plan.planning import Memory, Plan, told_memory
+from lmres.plan.topology import parse_topology
+from lmres.residual import MHC, Plain
+from lmres.sharding import MeshConfig
+from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
+
+GIB = 2**30
+MODEL = ModelConfig(
+    vocab_size=32768, context=4096, width=2048, blocks=16, heads=16, kv_heads=8, mlp_hidden=8192, dtype="bfloat16"
+)
+SETTING = Setting(
+    MODEL, Plain(), FlowConfig(), OptimizerConfig(), ScheduleConfig(), TrainConfig(batch_size=128),
+    MeshConfig(data=-1, fsdp=16),
+)  # fmt: skip
+TOPOLOGY = parse_topology("v5e:8x8")
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    return state_shapes(SETTING)
+
+
+def guess(shapes, **changes):
+    return estimate(
+        changed(SETTING, {key.replace("__", "."): value for key, value in changes.items()}), TOPOLOGY, shapes
+    )
+
+
+def test_the_state_is_counted_exactly(shapes):
+    # Parameters, two moments and gradients in float32, over 16; norms' gains are on every device.
+    whole = 16 * (2048 * 128 * (2 * 16 + 2 * 8) + 3 * 2048 * 8192) + 32768 * 2048
+    gains = 2 * 16 * 2048 + 2048
+    assert guess(shapes).state == pytest.approx(4 * 4 * (whole / 16 + gains), rel=1e-6)
+    assert guess(shapes, train__accumulate=2).state == pytest.approx(5 * 4 * (whole / 16 + gains), rel=1e-6)
+
+
+def test_estimates_move_as_they_must(shapes):
+    none, dots, full = (guess(shapes, model__remat=policy) for policy in ("none", "dots", "full"))
+    assert none.activations > dots.activations > full.activations
+    assert guess(shapes, model__remat="offload").activations == full.activations
+    assert none.roofs[0] < dots.roofs[0] < full.roofs[0]
+    assert full.activations == 16 * 2048 * 2 * (2 * 4096)  # the input of each block for two rows
+    half = guess(shapes, model__remat="full", train__accumulate=2)
+    assert half.activations == full.activations / 2 and half.roofs[2] > full.roofs[2]
+    streams = dataclasses.replace(SETTING, residual=MHC(streams=4), model=dataclasses.replace(MODEL, remat="full"))
+    assert estimate(streams, TOPOLOGY, state_shapes(streams)).activations == 4 * full.activations
+    heads = guess(shapes, mesh__tensor=4, train__accumulate=4)  # two rows again, and a quarter of the heads
+    assert heads.transient < guess(shapes).transient / 2
+
+
+def test_flops_of_a_step():
+    step = step_flops(changed(SETTING, {"model.remat": "full"}))
+    head = 6.0 * 32768 * 2048 * 128 * 4096
+    assert step["recomputed"] == pytest.approx((step["model"] - head) / 3) and step["total"] == sum(
+        (step["model"], step["recomputed"])
+    )
+    assert step_flops(SETTING)["recomputed"] == 0
+    decode = dataclasses.replace(SETTING, what="decode", batch=4, tokens=4096)
+    block = 2048 * 128 * (2 * 16 + 2 * 8) + 3 * 2048 * 8192
+    matrices, attention = 2 * (16 * block + 32768 * 2048), 4 * 16 * 16 * 128 * 4096
+    connection = Plain().cost(32, 2048).flops
+    assert step_flops(decode)["total"] == pytest.approx(4 * (matrices + attention + connection))
+
+
+def test_candidates_are_meshes_that_multiply(shapes):
+    found = list(candidates(SETTING, 64))
+    assert all(c["mesh.data"] * c["mesh.fsdp"] * c["mesh.tensor"] == 64 for c in found)
+    assert {c["model.remat"] for c in found} == {"none", "dots", "full"}
+    assert {c["train.accumulate"] for c in found} == {1, 2, 4, 8, 16, 32, 64, 128}
+    good = ranked(SETTING, TOPOLOGY, shapes)
+    assert 0 < len(good) < len(found)
+    assert [e.order for _, e in good] == sorted(e.order for _, e in good)
+    for changes, _ in good:  # one row per part of the batch at least, heads that divide
+        micro = 128 // changes["train.accumulate"]
+        assert micro % (changes["mesh.data"] * changes["mesh.fsdp"]) == 0 and 8 % changes["mesh.tensor"] == 0
+    slices = parse_topology("v5e:8x8", 2)
+    assert all(changes["mesh.data"] % 2 == 0 for changes, _ in ranked(SETTING, slices, shapes))
+
+
+def test_a_mesh_that_does_not_multiply_is_told():
+    assert mesh_sizes(MeshConfig(data=-1, tensor=4), 64)["data"] == 16
+    with pytest.raises(ValueError, match=r"mesh\.fsdp=5.*number of devices, 64"):
+        mesh_sizes(MeshConfig(data=-1, fsdp=5), 64)
+
+
+def refused(peak):
+    memory = Memory({"parameters": 1}, None, None, None, None, peak, round(15.75 * GIB), round(15.2 * GIB))
+    return Plan(
+        SETTING, TOPOLOGY, {}, memory, None, [], None, [], 0, 1, 0.0, 0.0, refused="RESOURCE_EXHAUSTED"
+    )  # fmt: skip
+
+
+def test_advice_is_scaled_by_what_the_compiler_found(shapes):
+    peak = guess(shapes).peak
+    mild, strict = advise(refused(peak)), advise(refused(2 * peak))
+    assert all(row.peak <= 15.2 * GIB for row in [*mild, *strict]) and mild
+    (remat,) = [row for row in mild if set(row.changes) == {"model.remat"}]
+    assert remat.peak == pytest.approx(guess(shapes, model__remat=remat.changes["model.remat"]).peak)
+    assert {"train.accumulate", "train.batch_size"} & {key for row in mild + strict for key in row.changes}
+    assert all("fewer tokens" in row.note for row in mild if "train.batch_size" in row.changes)
+
+
+def test_where_nothing_fits_there_is_no_advice(shapes):
+    assert advise(refused(1000 * guess(shapes).peak)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "memory required for HLO temporaries (16.5G) exceeds available HBM (15.75G).",
+            (16.5 * GIB + GIB, 15.75 * GIB),
+        ),
+        ("Ran out of memory in memory space hbm. Used 20.25G of 15.75G hbm.", (20.25 * GIB, 15.75 * GIB)),
+        ("Out of memory while trying to allocate 64.00GiB.", (64 * GIB, 16 * GIB)),
+        ("nothing about sizes", (16 * GIB + 1, 16 * GIB)),
+    ],
+)
+def test_a_refusal_s_numbers_are_read(text, found):
+    assert told_memory(text, GIB, 16 * GIB) == found
