@@ -62,8 +62,10 @@ def run(args) -> int:
         raise CommandError(f"--compiles {args.compiles} must be at least 1, --buffers {args.buffers} at least 0")
     topology = parse_topology(args.topology, args.slices)
     config = config_of(args.config, args.overrides)
-    check_config(config, None if args.search else topology.size)
     setting = setting_of(config, args, topology.size)
+    check_config(
+        served(config, topology.size) if args.what != "train" else config, None if args.search else topology.size
+    )
     setting.check()
     runtime.start("cpu", None)  # the machine's compiler is asked from a CPU, whatever there is here
     devices, reporter = topology_devices(topology), Reporter()
@@ -106,6 +108,14 @@ def setting_of(config, args, devices: int):
         schedule=config.schedule, train=config.train, mesh=config.mesh, what=args.what, batch=batch,
         tokens=config.model.context if args.context is None else args.context,
     )  # fmt: skip
+
+
+def served(config, devices: int):
+    """The config with a training batch that any mesh takes, where none is trained."""
+    import dataclasses
+
+    train = dataclasses.replace(config.train, batch_size=devices, accumulate=1, eval_batch_size=None)
+    return dataclasses.replace(config, train=train)
 
 
 def searched(setting, topology, devices, args, reporter):

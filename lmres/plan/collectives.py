@@ -9,6 +9,9 @@ What each of the g devices of a group must send, at least, whatever the algorith
 
 (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", sections 3 and 4:
 the bandwidth terms of the ring algorithms, which are also lower bounds.)
+
+What goes between TPU slices libtpu hands to the host's runtime, as a ``send`` that names the collective it is part of.
+It is listed by that name with "between slices", and takes no time of the links within a slice.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ import numpy as np
 from lmres.plan.hlo import Instruction, Module
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+BETWEEN = " between slices"
 _SHARE = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1}
 
 
@@ -41,6 +45,11 @@ class Collective:
     op_name: str
     source: str
 
+    @property
+    def near(self) -> float:
+        """Bytes sent each time over the links of the slice or host."""
+        return 0.0 if self.kind.endswith(BETWEEN) else self.sent
+
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
@@ -60,6 +69,9 @@ def collectives(module: Module, islands: Sequence[int]) -> list[Collective]:
     found, channels = [], set()
     for name, times in module.runs.items():
         for instruction in module.computations[name].instructions.values():
+            handed = re.search(r'megascale_transfer_type="(\w+)"', instruction.rest)
+            if handed and instruction.opcode == "send":
+                found.append(_between(module, name, instruction, handed[1].lower().replace("_", "-"), times, islands))
             kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
@@ -100,6 +112,15 @@ def _collective(module, name, instruction: Instruction, kind, times, group, isla
     return Collective(kind, times, size, size * share, count, far, instruction.op_name, module.source(instruction))
 
 
+def _between(module, name, instruction: Instruction, kind, times, islands) -> Collective:
+    """What a slice hands to the others; the device's part of it."""
+    operand = module.computations[name].operand(instruction, 0)
+    size = sum(shape.bytes for shape in operand.shapes) if operand else instruction.shapes[0].bytes
+    slices = len(set(islands))
+    far = size * _SHARE.get(kind, 1) * (slices - 1) / slices
+    return Collective(kind + BETWEEN, times, size, far, slices, far, instruction.op_name, module.source(instruction))
+
+
 def first_group(instruction: Instruction, devices: int) -> list[int]:
     """The devices of the first group, as places in the mesh; all where none is written.
 
@@ -134,7 +155,7 @@ def first_group(instruction: Instruction, devices: int) -> list[int]:
 def by_kind(found: list[Collective]) -> list[Traffic]:
     """Summed up over a step, the largest first. Those within one device are left out."""
     rows = []
-    for kind in KINDS:
+    for kind in sorted({c.kind for c in found}):
         of = [c for c in found if c.kind == kind and c.group > 1]
         if of:
             rows.append(

@@ -68,9 +68,11 @@ def state_shapes(setting: Setting) -> dict[str, Any]:
 def mesh_sizes(mesh: MeshConfig, devices: int) -> dict[str, int]:
     """The sizes of the mesh axes, with -1 filled in.
 
-    Raises ValueError when they do not multiply to the number of devices.
+    Raises ValueError for sizes that are none, or when they do not multiply to the number of devices.
     """
     sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"mesh: {sizes}: sizes must be positive, and at most one may be -1 (all remaining devices)")
     known = math.prod(size for size in sizes.values() if size != -1)
     sizes = {axis: devices // known if size == -1 else size for axis, size in sizes.items()}
     if math.prod(sizes.values()) != devices:

@@ -138,7 +138,7 @@ def make_plan(setting: Setting, topology: Topology, devices: list[Any], buffers:
         limit=limit,
     )
     found = collectives(module, islands(program.mesh.devices.flat, topology))
-    sent, far = (sum(c.times * getattr(c, part) for c in found) for part in ("sent", "far"))
+    sent, far = (sum(c.times * getattr(c, part) for c in found) for part in ("near", "far"))
     cost = compiled.cost_analysis() or {}
     flops = {name: value / topology.size for name, value in step_flops(setting).items()}
     compute = Compute(

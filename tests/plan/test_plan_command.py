@@ -91,6 +91,14 @@ def test_a_plan_as_text(plan, needs_tpu):
     assert "activations" not in out
 
 
+def test_generation_over_two_slices(plan, needs_tpu):
+    words = ("--topology", "v5e:2x2", "--slices", "2", "mesh.data=2", "--what", "decode", "--batch", "8", "--json")
+    code, out, _ = plan(*words, "train.batch_size=3")  # a training batch is not asked for
+    found = json.loads(out)
+    assert code == 0 and found["topology"]["devices"] == 8 and found["topology"]["slices"] == 2
+    assert found["mesh"]["data"] == 2 and found["memory"]["held"]["cache"] < 128 * 2**10
+
+
 def test_a_search_finds_what_fits(plan, needs_tpu):
     code, out, err = plan("--topology", "v5e:2x2", *BIG, "--search", "--compiles", "2", "--json")
     found = json.loads(out)

@@ -149,6 +149,14 @@ def test_what_leaves_a_host_is_told_apart(module):
     assert found["all-reduce"].far == 2 * ROW * 0.5 / 2 * 1
 
 
+def test_what_is_handed_to_other_slices_is_told_apart():
+    send = '%send = (f32[4,256]{1,0}, u32[], token[]) send(%x, %none), is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}'
+    found = collectives(Module(TEXT.replace("  %none = ", f"  {send}\n  %none = ")), [0, 0, 0, 0, 1, 1, 1, 1])
+    (between,) = [row for row in by_kind(found) if row.kind == "all-reduce between slices"]
+    assert (between.count, between.bytes, between.sent) == (1, ROW, ROW)  # 2 n (2 - 1) / 2
+    assert [c.far for c in found if c.near == 0] == [ROW]
+
+
 @pytest.mark.parametrize(
     ("written", "group"),
     [
