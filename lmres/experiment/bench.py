@@ -104,8 +104,11 @@ def compile_step(
     batch_size: int,
     mesh=None,
     flow: FlowConfig = FlowConfig(),  # noqa: B008 - frozen
+    compiler_options: dict[str, bool | int | str] | None = None,
 ):
     """The compiled train step of a model (AdamW), nothing allocated.
+
+    compiler_options: as of ``jax.stages.Lowered.compile``.
 
     Returns (compiled, abstract state, model, optimizer, lower seconds, compile seconds).
     """
@@ -118,7 +121,7 @@ def compile_step(
     start = time.perf_counter()
     lowered = step.lower(target, batch_like(batch_size, model_config.context))
     lowered_at = time.perf_counter()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options)
     return compiled, target, (model, optimizer, mesh), lowered_at - start, time.perf_counter() - lowered_at
 
 

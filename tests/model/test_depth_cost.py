@@ -48,6 +48,7 @@ MOVING = dict.fromkeys(
     3,
 )
 GROWING = STATIC | MOVING
+AS_IN_USE = {"xla_backend_optimization_level": 3}  # not as quickly as in the other tests
 RATIO = 2.0  # of compile times, to the plain residual's
 NOISE = 1.15  # of such a ratio, though it is of processor time: caches and memory are shared with what else runs
 
@@ -55,7 +56,7 @@ NOISE = 1.15  # of such a ratio, though it is of processor time: caches and memo
 def compiled(connection, blocks):
     """(bytes of temporaries, processor seconds) of a whole train step; the seconds hardly depend on what else runs."""
     start = time.process_time()
-    program, *_ = compile_step(ModelConfig(blocks=blocks, **CONFIG), connection, BATCH)
+    program, *_ = compile_step(ModelConfig(blocks=blocks, **CONFIG), connection, BATCH, compiler_options=AS_IN_USE)
     return program.memory_analysis().temp_size_in_bytes, time.process_time() - start
 
 
