@@ -43,11 +43,15 @@ def as_path(name: str | os.PathLike, what: str, schemes: tuple[str, ...] = tuple
       what: is to be there, for messages: "checkpoints".
       schemes: the object stores that will do.
     Raises:
-      DataError: a scheme that will not do, no bucket, or the package for it is missing.
+      DataError: a scheme that will not do, no bucket, or the package for it is missing; an address that went through
+        `pathlib`, which turns it into a local folder of that name.
     """
-    if not is_remote(name):
-        return Path(name)
     text = os.fspath(name)
+    if not is_remote(name):
+        head, slash, rest = text.partition(":/")
+        if slash and head in _OBJECT_STORES:
+            raise DataError(f"{text}: {head}://{rest} cannot be given as a path of pathlib, which drops a slash of it")
+        return Path(name)
     scheme, _, rest = text.partition("://")
     if scheme not in schemes:
         places = ", ".join(["a folder (of a mounted disk or bucket too)", *(f"{s}://BUCKET/..." for s in schemes)])

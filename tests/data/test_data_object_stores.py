@@ -1,6 +1,7 @@
 """Prepared stores on gs:// and s3://, served by stand-ins on this machine."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import object_stores
@@ -71,6 +72,7 @@ def test_damage_is_told_and_leaves_nothing(local, remote, tmp_path):
     ("name", "told"),
     [
         ("hdfs://host/x", r"hdfs://host/x: stores cannot be on hdfs://; supported are .* gs://BUCKET/..., s3://BUCKET"),
+        (Path("gs://bucket/x"), "gs:/bucket/x: gs://bucket/x cannot be given as a path of pathlib"),
         ("gs://", "names no bucket; stores are to be at gs://BUCKET/FOLDER"),
     ],
 )
