@@ -22,6 +22,7 @@ def run(args) -> int:
     from lmres.cli import DIVERGED, OK, STOPPED, runtime
     from lmres.cli.output import print_json
     from lmres.config import check_config, load_compare
+    from lmres.data.files import as_path
     from lmres.experiment.compare import Stopped, compare, reference
     from lmres.experiment.report import print_table
     from lmres.train.progress import Reporter
@@ -29,7 +30,7 @@ def run(args) -> int:
     settings, runs = load_compare(args.config, args.overrides)
     first = next(iter(runs.values()))
     title = first.name or Path(args.config).stem
-    folder = Path(args.folder) if args.folder else Path("runs") / title
+    folder = as_path(args.folder or Path("runs") / title, "comparisons", schemes=())
     for config in runs.values():
         check_config(config)
     runtime.start(args.device, first.train.compilation_cache)

@@ -1,7 +1,5 @@
 """``lmres convert``: a trained plain model under another residual connection."""
 
-from pathlib import Path
-
 from lmres.cli.options import add_device, add_overrides
 
 _EXAMPLE = """lmres convert runs/plain residual.kind=hc residual.streams=2 --out runs/hc
@@ -43,6 +41,7 @@ def run(args) -> int:
     from lmres.cli.output import print_json
     from lmres.cli.trained import open_run
     from lmres.config import check_config, to_dict
+    from lmres.data.files import as_path
     from lmres.train.convert import convert_run
     from lmres.train.progress import Reporter
 
@@ -60,7 +59,7 @@ def run(args) -> int:
     check_config(config)
     runtime.start(args.device, config.train.compilation_cache)
     reporter = Reporter(label="convert")
-    folder = Path(args.out)
+    folder = as_path(args.out, "converted runs", schemes=())
     mesh = mesh_for(config.mesh, args.overrides, reporter.line)
     done = convert_run(
         source=source.folder, step=args.step, model=config.model, residual=config.residual, flow=config.flow,

@@ -57,8 +57,9 @@ def show(args) -> int:
     from lmres.cli import OK
     from lmres.cli.output import print_json
     from lmres.data import open_store
+    from lmres.data.files import as_path
 
-    if not Path(args.store).exists():
+    if not as_path(args.store, "prepared stores").exists():
         raise CommandError(f"{args.store}: no such folder")
     store = open_store(args.store)
     if args.verify:

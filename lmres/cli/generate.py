@@ -162,13 +162,14 @@ def encoded(prompt, tokenizer, number: int) -> list[int]:
 def trained_on_ids(data) -> bool:
     """Whether a run's data were ready-made ids; text if the files are not here any more."""
     from lmres.data import DataError, open_store
+    from lmres.data.files import as_path
     from lmres.data.sources import is_store, resolve
 
     try:
-        if isinstance(data.train, str) and (
-            data.format == "store" or is_store(Path(data.train).expanduser())
-        ):
-            return open_store(Path(data.train).expanduser()).info.tokenizer is None
+        if isinstance(data.train, str):
+            path = as_path(data.train, "prepared stores").expanduser()
+            if data.format == "store" or is_store(path):
+                return open_store(path).info.tokenizer is None
         return resolve(data, "train")[0].ids
     except DataError:
         return data.format == "ids"

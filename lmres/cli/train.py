@@ -25,16 +25,20 @@ def run(args) -> int:
 
     from lmres.cli import OK, STOPPED, runtime
     from lmres.cli.output import print_json
+    from lmres.cli.trained import RUN_STORES
     from lmres.config import check_config, describe_structure, load_config, to_dict
+    from lmres.data.files import as_path
     from lmres.train.evaluate import in_words
     from lmres.train.progress import Reporter
     from lmres.train.run import train_run
     from lmres.train.session import describe_devices
 
-    given = Path(args.config)
+    given = as_path(args.config, "runs", RUN_STORES)
     config = load_config(given / "config.yaml" if given.is_dir() else given, args.overrides)
     name = config.name or (given.name if given.is_dir() else given.stem)
-    folder = Path(args.folder) if args.folder else given if given.is_dir() else Path("runs") / name
+    folder = Path("runs") / name
+    if args.folder or given.is_dir():
+        folder = as_path(args.folder, "runs", RUN_STORES) if args.folder else given
     check_config(config)
     source = weights_from(args, folder)
     runtime.start(args.device, config.train.compilation_cache, args.distributed)

@@ -7,8 +7,12 @@ from typing import Any
 
 from lmres.cli.errors import CommandError
 from lmres.config import RunConfig, from_dict, load_config
+from lmres.data.files import as_path
 from lmres.train.checkpoint import Checkpoints
 from lmres.train.run import CHECKPOINTS
+
+# Object stores that a run may be on: those that orbax writes checkpoints to.
+RUN_STORES = ("gs",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +33,8 @@ class Trained:
 
 
 def run_folder(name: str) -> Path:
-    """The folder of a run. Raises CommandError if it is none."""
-    folder = Path(name)
+    """The folder of a run. Raises CommandError if it is none, DataError if it can be none."""
+    folder = as_path(name, "runs", RUN_STORES)
     if not (folder / CHECKPOINTS).is_dir():
         found = "no such folder" if not folder.is_dir() else f"no {CHECKPOINTS}/ in it"
         raise CommandError(f"{folder} is not the folder of a run ({found})")

@@ -195,7 +195,7 @@ def read_file(path: str | FilePath, outer: tuple[FilePath, ...] = ()) -> Tree:
 
     Problems are collected in the tree. Raises ConfigError when there is no such file.
     """
-    path = FilePath(path)
+    path = FilePath(path) if isinstance(path, str) else path  # or one of etils, on an object store
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from .batches import Batches
 from .config import DataConfig
 from .errors import DataError
+from .files import as_path
 from .generated import GeneratedBatches, GeneratedInfo, Sequences
 from .prepare import Progress, plan, prepare
 from .sources import is_store
-from .store import Store, StoreInfo, open_store
+from .store import Store, StoreInfo, open_store, store_cache
 from .tokenizers import Tokenizer, get_tokenizer
 
 
@@ -91,14 +91,13 @@ def _store(
     config: DataConfig, context: int, vocab_size: int | None, progress
 ) -> tuple[Store, Tokenizer | None]:
     alone = isinstance(config.train, str)
-    if config.format == "store" or (
-        config.format == "auto" and alone and is_store(Path(config.train).expanduser())
-    ):
+    path = as_path(config.train, "prepared stores").expanduser() if alone and config.format != "datasets" else None
+    if config.format == "store" or (config.format == "auto" and alone and is_store(path)):
         if not alone or config.valid is not None:
             raise DataError(
                 "data.train must name one prepared store, and data.valid nothing: the store holds both splits"
             )
-        store = open_store(Path(config.train).expanduser())
+        store = open_store(path, _cache(config))
         store = dataclasses.replace(store, info=dataclasses.replace(store.info, reused=True))
         if store.info.tokenizer is None:
             return store, None
@@ -118,5 +117,5 @@ def _store(
 
 def _cache(config: DataConfig) -> Path:
     if config.cache_dir is not None:
-        return Path(config.cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lmres" / "data"
+        return as_path(config.cache_dir, "data.cache_dir", schemes=()).expanduser()
+    return store_cache()

@@ -16,6 +16,7 @@ import numpy as np
 
 from .config import DataConfig
 from .errors import DataError, shown
+from .files import as_path
 from .readers import Document, Reader
 from .sources import Input, is_store, resolve
 from .store import VERSION, SplitInfo, SplitWriter, StoreInfo, open_store, write_meta
@@ -119,7 +120,7 @@ def prepare(
         something else.
     """
     todo = plan(config, vocab_size)
-    out = Path(out_dir)
+    out = as_path(out_dir, "a store while it is written", schemes=())
     ready = _existing(out, todo, overwrite)
     if ready is not None:
         return ready

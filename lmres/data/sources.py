@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .config import DataConfig
 from .errors import DataError, shown
-from .files import COMPRESSED, open_bytes
+from .files import COMPRESSED, as_path, is_remote, open_bytes
 
 _KINDS = {
     ".txt": "text",
@@ -61,10 +61,11 @@ class Input:
 
 def is_store(name) -> bool:
     """Whether `name` is a folder that `prepare` wrote, complete or damaged."""
-    if (Path(name) / "train" / "tokens.bin").exists():
+    folder = as_path(name, "prepared stores")
+    if (folder / "train" / "tokens.bin").exists():
         return True
     try:
-        meta = json.loads((Path(name) / STORE_META).read_text(encoding="utf-8"))
+        meta = json.loads((folder / STORE_META).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # no such file, or some other program's file of that name
         return False
     return isinstance(meta, dict) and meta.get("format") == STORE_FORMAT
@@ -109,10 +110,15 @@ def _entry(config: DataConfig, key: str, entry: str | None) -> list[Input]:
         return [Input("stdlib", str(p)) for p in stdlib_files()]
     if config.format == "stdlib":
         raise DataError(f"data.{key} is {entry!r}, but data.format is 'stdlib', which reads no other files")
-    path = Path(entry).expanduser()
+    path = as_path(entry, "prepared stores").expanduser()
     if config.format == "store" or is_store(path):
         raise DataError(
             f"data.{key}: {entry} is to be a prepared store; name it alone in data.train, without data.valid"
+        )
+    if is_remote(entry):
+        raise DataError(
+            f"data.{key}: {entry} is no prepared store; text is read from this machine: `lmres data prepare` it, "
+            "and copy the store there"
         )
     if path.is_dir():
         files = [p for p in _walk(path) if _wanted(config, p)]

@@ -175,6 +175,7 @@ class Loop:
             # A step's own loss was that of the parameters before its update; these have not been used yet.
             if not self.evaluate.is_finite(state["params"]):
                 raise self._diverged(f"step {step}: the loss of the updated parameters is not finite")
+            self._writer.sync()  # a run that is resumed from here has all that was written before
             self._checkpoints.save(step, state, {**self._meta, "data_position": step})
         self._saved = step
 

@@ -1,12 +1,14 @@
 """Metrics: one JSON line per step in the run's folder, and the same to TensorBoard and Weights & Biases.
 
 ``metrics.jsonl`` is one clean sequence whatever happened to the run: a run resumed from step N drops the
-lines after N that its predecessor wrote, and a half-written last line.
+lines after N that its predecessor wrote, and a half-written last line. On an object store, where a file can only be
+written whole, that is done once a minute, before every checkpoint and at the end.
 """
 
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +16,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from lmres.data.files import as_path, is_remote
 from lmres.train.config import LogConfig
 
 FILE = "metrics.jsonl"
@@ -60,7 +63,7 @@ def read_metrics(folder: str | os.PathLike) -> list[dict[str, Any]]:
 
     Raises ValueError naming file and line for a complete line that is not what ``MetricWriter`` writes.
     """
-    return _read(Path(folder) / FILE)
+    return _read(as_path(folder, "metrics") / FILE)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -99,10 +102,13 @@ class MetricWriter:
         self._file = self._board = self._wandb = None
         if jax.process_index() != 0:
             return
-        folder = Path(folder)
+        folder = as_path(folder, "metrics")
         folder.mkdir(parents=True, exist_ok=True)
-        _drop_after(folder / FILE, resume)
-        self._file = (folder / FILE).open("a", encoding="utf-8")
+        if is_remote(folder):
+            self._file = _Whole(folder / FILE, _lines_until(folder / FILE, resume))
+        else:
+            _drop_after(folder / FILE, resume)
+            self._file = (folder / FILE).open("a", encoding="utf-8")
         if log.tensorboard:
             from tensorboardX import SummaryWriter  # not at the top: takes most of a second
 
@@ -123,6 +129,11 @@ class MetricWriter:
                 self._board.add_scalar(key, value, step)
         if self._wandb is not None:
             self._wandb.log(dict(values), step=step)
+
+    def sync(self) -> None:
+        """Returns when the lines written so far would survive the end of this machine, as far as its files do."""
+        if isinstance(self._file, _Whole):
+            self._file.sync()
 
     def close(self, ok: bool = True) -> None:
         """Ends all outputs. ok: whether the run ended well, for Weights & Biases."""
@@ -145,10 +156,40 @@ def _drop_after(path: Path, step: int) -> None:
     """Leaves the complete lines of steps up to ``step``; the file is replaced in one move."""
     if not path.exists():
         return
-    kept = [line for line in _read(path) if line["step"] <= step] if step else []
     new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    new.write_text("".join(_lines_until(path, step)), encoding="utf-8")
     new.replace(path)
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """The complete lines of steps up to ``step``."""
+    return [json.dumps(line) + "\n" for line in _read(path) if line["step"] <= step] if step else []
+
+
+class _Whole:
+    """A text file that can only be written whole. Its lines are kept here; ``flush`` writes them once a minute."""
+
+    _SECONDS = 60.0
+
+    def __init__(self, path: Path, lines: list[str]):
+        self._path, self._lines, self._changed = path, lines, True
+        self.sync()
+
+    def write(self, text: str) -> None:
+        self._lines.append(text)
+        self._changed = True
+
+    def flush(self) -> None:
+        if time.monotonic() - self._written > self._SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        if self._changed:
+            self._path.write_text("".join(self._lines))
+        self._changed, self._written = False, time.monotonic()
+
+    def close(self) -> None:
+        self.sync()
 
 
 def _start_wandb(folder: Path, project: str, resume: int, config: dict[str, Any], name: str) -> Any:
@@ -159,15 +200,16 @@ def _start_wandb(folder: Path, project: str, resume: int, config: dict[str, Any]
             f'log.wandb={project!r} needs Weights & Biases: pip install "lmres[wandb]", or set log.wandb=null'
         ) from error
     known = folder / "wandb_id"
+    place = None if is_remote(folder) else str(folder)  # what it keeps on this machine
     if resume and known.exists():
         return wandb.init(
             project=project,
-            dir=str(folder),
+            dir=place,
             name=name,
             config=config,
             id=known.read_text().strip(),
             resume="must",
         )
-    run = wandb.init(project=project, dir=str(folder), name=name, config=config)
+    run = wandb.init(project=project, dir=place, name=name, config=config)
     known.write_text(run.id)
     return run

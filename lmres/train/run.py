@@ -9,6 +9,7 @@ import jax
 import yaml
 
 from lmres.data import DataConfig
+from lmres.data.files import is_remote
 from lmres.flow.config import FlowConfig
 from lmres.model import ModelConfig
 from lmres.residual import Connection
@@ -65,6 +66,8 @@ def train_run(
 
     Raises: ValueError for settings that do not fit, CheckpointError and its kinds, TrainingDiverged.
     """
+    if train.profile_steps is not None and is_remote(folder):
+        raise ValueError(f"train.profile_steps: the profiler cannot write to {folder}; set it to null")
     if mode == "new":
         refuse_used(folder / CHECKPOINTS)  # before data are prepared, which may take long
     reporter = reporter or Reporter(quiet=jax.process_index() != 0, log_every=train.log_every)
