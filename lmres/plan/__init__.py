@@ -4,9 +4,10 @@ The real compilers of TPUs and NVIDIA GPUs run without the hardware, so a step i
 answer is read off the result; nothing is executed and nothing is allocated.
 
 ``machines`` the published figures of each device; ``topology`` the devices of a machine, by name; ``lowering`` the
-train step, a decoding step or a prefill with abstract arguments; ``hlo`` reads a compiled module, ``collectives``,
-``buffers`` and ``traffic`` what it sends, holds and moves; ``roofline`` the bound; ``planning`` puts them together;
+train step, a decoding step or a prefill with abstract arguments; ``hlo`` reads a compiled module, ``collectives``
+what it sends, ``buffers`` what it holds and moves; ``roofline`` the bound; ``planning`` puts them together;
 ``estimate`` guesses without compiling, ``advice`` and ``search`` use that to find what fits; ``report`` prints.
 
-May import: generate, train, model, residual, flow, sharding; jax. Used by the command line.
+May import: experiment.bench (the shape of a batch), generate, train, model, residual, flow, sharding; jax. Used by the
+command line.
 """
