@@ -113,7 +113,7 @@ def flows_of(kinds: list[str] | None, config) -> list:
     flows = [config.flow] if kinds is None else [dataclasses.replace(config.flow, kind=kind) for kind in kinds]
     for flow in flows:
         try:
-            flow.check(config.model.blocks, config.model.context)
+            flow.check(config.model.blocks, config.model.context, config.model.kv, config.model.heads_from)
         except ValueError as error:
             raise CommandError(f"--flow: {error}") from None
     return flows

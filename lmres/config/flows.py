@@ -1,7 +1,6 @@
 """What a flow makes of a model's size, as numbers and in words."""
 
 import dataclasses
-import math
 from fractions import Fraction
 
 from lmres.flow import FlowConfig, ReadSet
@@ -57,9 +56,8 @@ def flow_facts(flow: FlowConfig, layers: int, tokens: int) -> FlowFacts:
 
 def _steps(flow: FlowConfig, reads: ReadSet, schedule: str, tokens: int) -> int:
     if schedule == "wavefront":
-        return reads.layers + max(1, math.ceil(reads.slope(tokens))) * (tokens - 1)
+        return reads.wavefront_steps(tokens)
+    _, tiles, _ = flow.tiling(reads.layers, tokens)
     if schedule == "swept":
-        first = reads.layers * (flow.start == "plain")
-        return first + reads.layers * min(flow.groups, tokens) * (flow.sweeps + flow.gradient_sweeps)
-    tiles = {"parallel": 1, "sequential": tokens, "chunked": math.ceil(tokens / reads.tile(tokens))}[schedule]
+        return reads.layers * ((flow.start == "plain") + tiles * (flow.sweeps + flow.gradient_sweeps))
     return reads.layers * tiles

@@ -129,8 +129,10 @@ class FlowConfig:
         """(schedule, number of tiles, tokens of a tile); tokens beyond ``tokens`` fill the last tile."""
         reads = self.reads(layers)
         schedule = self.resolve(reads, tokens)
-        tiles = {"parallel": 1, "swept": self.groups, "sequential": tokens, "wavefront": tokens}.get(schedule)
-        tiles = math.ceil(tokens / reads.tile(tokens)) if tiles is None else tiles
+        if schedule == "chunked":  # a tile is never shorter than the read set's, so that it ends where a chunk does
+            each = reads.tile(tokens)
+            return schedule, math.ceil(tokens / each), each
+        tiles = {"parallel": 1, "swept": min(self.groups, tokens)}.get(schedule, tokens)
         return schedule, tiles, math.ceil(tokens / tiles)
 
     def check(self, layers: int, tokens: int, groups: int = 1, heads_from: str = "projections") -> None:

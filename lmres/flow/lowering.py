@@ -13,6 +13,7 @@ Layers are counted from 0 here.
 
 import dataclasses
 import functools
+import itertools
 from typing import Literal
 
 import numpy as np
@@ -73,13 +74,15 @@ def lower(reads: ReadSet, tokens: int, one_tile: bool, own: bool = True, row: bo
 def _lower(reads: ReadSet, tokens: int, at_hand: AtHand, one_tile: bool, row: bool = False) -> Lowering:
     found = [_by_distance(reads, l, tokens, at_hand, one_tile, row) for l in range(1, reads.layers + 1)]
     last = len(found[0])  # from here on all distances are as the last one
+    beyond = [_from_each_on(at) for at in found]
+    widest = [max(len(at[d]) for at in found) for d in range(last)]
+    patch = [0, *itertools.accumulate(widest[min(d, last - 1)] for d in range(min(tokens, last, LONGEST_NEAR) + 1))]
 
     def rows_from(near):
-        return [sorted(set().union(*at[min(near, last - 1) :])) if near < tokens else [] for at in found]
+        return [sorted(at[min(near, last - 1)]) if near < tokens else [] for at in beyond]
 
     def cost(near):
-        patch = sum(max(len(at[min(d, last - 1)]) for at in found) for d in range(near))
-        return patch + tokens * max(map(len, rows_from(near)))
+        return patch[near] + tokens * max(map(len, rows_from(near)))
 
     near = min(range(min(tokens, last, LONGEST_NEAR) + 1), key=cost)
     width = max((len(at[d]) for at in found for d in range(min(near, last))), default=0)
@@ -92,6 +95,14 @@ def _lower(reads: ReadSet, tokens: int, at_hand: AtHand, one_tile: bool, row: bo
         tuple(tuple(_padded(sorted(at[min(d, last - 1)]), width) for d in range(near)) for at in found),
         tuple(_padded(each, many) for each in rows),
     )
+
+
+def _from_each_on(found: list[set[int]]) -> list[frozenset[int]]:
+    """The union of each entry with all that follow."""
+    unions = [frozenset(found[-1])]
+    for at in reversed(found[:-1]):
+        unions.append(unions[-1] if at <= unions[-1] else unions[-1] | at)
+    return unions[::-1]
 
 
 def _by_distance(reads: ReadSet, l: int, tokens: int, at_hand: AtHand, one_tile: bool, row: bool) -> list[set[int]]:

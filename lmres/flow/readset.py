@@ -169,27 +169,28 @@ class ReadSet:
 
         tokens: T; None for no limit. With chunks it is that of the nearest pair of tokens, whatever the phase.
         """
-        best = Fraction(0)
-        for term in self.terms:
-            for d, climbed in self._climbs(term, tokens):
-                best = max(best, Fraction(climbed, d))
-                if Fraction(self.sources - 1, d) <= best:  # no farther token can be steeper
-                    break
-        return best
+        return max(
+            (Fraction(climbed, d) for term in self.terms for d, climbed in self._climbs(term, tokens)),
+            default=Fraction(0),
+        )
 
     def _climbs(self, term: Term, tokens: int | None):
-        """(distance, most layers climbed) from the nearest earlier token on, until the climb cannot grow any more."""
+        """(distance, most layers climbed) of earlier tokens, at the first distance of each climb."""
+        for d in self.turns(term, tokens, nearest=1):
+            ends = [(l, *term.layers_at(l, d, self.sources)) for l in range(1, self.layers + 1)]
+            yield d, max([0, *(high - l for l, low, high in ends if low <= high)])
+
+    def turns(self, term: Term, tokens: int | None = None, nearest: int = 0) -> list[int]:
+        """The distances from ``nearest`` on at which what a term allows changes, and the first two; few, however gentle
+        a slope is."""
         near, far = term.distances(tokens)
-        d = max(near, 1)
-        while far is None or d <= far:
-            climbs = [0]
-            for l in range(1, self.layers + 1):
-                low, high = term.layers_at(l, d, self.sources)
-                climbs.append(high - l if low <= high else 0)
-            yield d, max(climbs)
-            if max(climbs) >= self.sources - 1 or d >= self._settled(term):
-                return
-            d += 1
+        first = max(near, nearest)
+        found = {first, first + 1}
+        for end in (term.low, term.high):
+            if end.slope:
+                climbs = range(1, self.layers + self.sources + abs(end.offset) + 2)
+                found |= {math.ceil(climb / abs(end.slope)) for climb in climbs}
+        return sorted(d for d in found if d >= first and (far is None or d <= far))
 
     def settled_distance(self, term: Term, tokens: int) -> int:
         """A distance from which on what a term allows stays as it is, for ``tokens`` tokens."""
@@ -229,18 +230,15 @@ class ReadSet:
         return "wavefront" if wave <= chunk else "chunked"
 
     def wavefront_steps(self, tokens: int) -> int:
-        """Steps of the wavefront schedule: L + ceil(lambda) (T - 1)."""
-        return self.layers + math.ceil(self.slope(tokens)) * (tokens - 1)
+        """Steps of the wavefront schedule: L + lambda (T - 1), for the least integer lambda >= 1 that serves."""
+        return self.layers + max(1, math.ceil(self.slope(tokens))) * (tokens - 1)
 
     def pairs(self, tokens: int | None = None, nearest: int = 0) -> set[tuple[int, int]]:
         """(l, m) for every source layer m that some cell of layer l reads at a distance of ``nearest`` or more, apart
         from its own cell. tokens: None for any number."""
         found = set()
         for term in self.terms:
-            near, far = term.distances(tokens)
-            start = max(near, nearest)
-            settled = max(start, self._settled(term))
-            for d in range(start, (settled if far is None else min(far, settled)) + 1):
+            for d in self.turns(term, tokens, nearest):
                 for l in range(1, self.layers + 1):
                     low, high = term.layers_at(l, d, self.sources)
                     found.update((l, m) for m in range(low, high + 1) if d > 0 or m != l)

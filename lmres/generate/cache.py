@@ -8,7 +8,8 @@ positions count a row's real tokens, and what a query may read is decided by seg
 (segment 0: padding, or nothing stored yet).
 
 Where attention reads other cells of the token x layer grid than its own row's (``lmres.flow``), the cache is the grid:
-it has a row for what is read and no more, and a forward call writes the new tokens into it as it goes, since what one
+it has a row for what is read and no more; nothing may lie between a row's tokens, which are near each other by slot;
+and a forward call writes the new tokens into it as it goes, since what one
 layer of a token makes may be read by another.
 
 The residual connection adds nothing here. Its state, growing or not, runs up the column of one token and ends

@@ -158,7 +158,8 @@ class Transformer(nn.Module):
     def prefill_grid(self, tokens: Array, segments: Array, positions: Array) -> tuple[Array, KeyValues]:
         """Logits [B, S, V], and the grid of keys and values [P, B, S, G, K] to go on from.
 
-        Arguments as in ``__call__``. Exact, however the rows are padded; chunks are counted in positions.
+        Arguments as in ``__call__``. Exact, wherever in its place a row begins, with padding before it and none within;
+        chunks are counted in positions.
         """
         flow = self.flow.unaligned(self.config.blocks, tokens.shape[1])
         h, grid = self._on_grid(tokens, segments, positions, flow=flow, places=positions)

@@ -1,5 +1,6 @@
 """The index tables gather every cell that is read, once, and few others."""
 
+import time
 from fractions import Fraction
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from grid_model import made, name
 
-from lmres.flow import Reader, Tokens, reads_of
+from lmres.flow import FlowConfig, Reader, Tokens, reads_of
 from lmres.flow.geometry import Cone, Deep, Diagonal, Top
 from lmres.flow.lowering import lower
 
@@ -107,3 +108,19 @@ def test_few_keys_are_gathered(tokens):
     assert keys("diagonal(-1)", tokens)[2] <= tokens + 4
     assert keys("top", tokens, one_tile=False)[1:] == (1, tokens + 1)
     assert keys("deep", tokens, one_tile=False)[1:] == (4, 4 * tokens + 1)
+
+
+def test_a_tile_ends_where_a_chunk_does_and_groups_are_not_more_than_tokens():
+    for tokens in range(17, 70):
+        schedule, tiles, each = FlowConfig("chunk(16)").tiling(4, tokens)
+        assert (schedule, each) == ("chunked", 16) and (tiles - 1) * 16 < tokens <= tiles * 16
+    assert FlowConfig("top", schedule="swept", groups=100).tiling(4, 8) == ("swept", 8, 1)
+
+
+@pytest.mark.parametrize("kind", ["cone(1/1000000)", "diagonal(-1/1000000)", "diagonal(1/64)", "cone(1/64)"])
+def test_gentle_slopes_are_planned_at_once(kind):
+    start, flow = time.process_time(), FlowConfig(kind)
+    flow.check(8, 2048)
+    _, tiles, each = flow.tiling(8, 2048)
+    lower(flow.reads(8), tiles * each, tiles == 1)
+    assert flow.store(8).slots and time.process_time() - start < 5

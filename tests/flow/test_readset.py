@@ -63,7 +63,7 @@ def test_counts_of_the_table(geometry):
     assert critical_path(reads, T) == critical
     assert reads.slope(T) == slope
     assert L + math.ceil(reads.slope(T) * (T - 1)) == wave
-    assert reads.wavefront_steps(T) == L + math.ceil(slope) * (T - 1)
+    assert reads.wavefront_steps(T) == L + max(1, math.ceil(slope)) * (T - 1)
     assert sweeps_needed(reads, T) == sweeps
 
 

@@ -72,6 +72,7 @@ def test_one_layer_wide_block_is_the_ordinary_transformer(connection):
     [
         ("cone(1)", ["wavefront", "swept"]),
         ("chunk(3)", ["chunked"]),
+        ("chunk(4)", ["chunked"]),  # 6 tokens: the last chunk is not full
         pytest.param("top", ["wavefront", "swept"], marks=pytest.mark.slow),
         pytest.param("diagonal(-1/2)", ["parallel"], marks=pytest.mark.slow),
         pytest.param("moda", ["parallel", "wavefront"], marks=pytest.mark.slow),
