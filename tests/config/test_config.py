@@ -290,7 +290,7 @@ def test_a_config_stored_before_there_were_tasks_is_of_text():
             None,
             ["mesh.data=-1, mesh.fsdp=-1, mesh.sequence=1, mesh.tensor=1: sizes must be positive, and at most"],
         ),
-        (with_(mesh__fsdp=0), None, ["mesh.fsdp=0, mesh.sequence=1, mesh.tensor=1: sizes must be positive"]),
+        (with_(mesh__fsdp=0), None, ["mesh.data=-1, mesh.fsdp=0, mesh.sequence=1, mesh.tensor=1: sizes must be"]),
         (
             with_(mesh__tensor=8, model__mlp_hidden=12),
             8,
