@@ -49,7 +49,7 @@ def assert_close(actual, expected, tolerance, what):
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     scale = np.max(np.abs(expected)) if expected.size else 0.0
     error = np.max(np.abs(np.asarray(actual, np.float64) - expected)) if expected.size else 0.0
-    assert error <= tolerance * max(scale, 1e-30) or error <= tolerance * 1e-3, f"{what}: {error:.2e} of {scale:.2e}"
+    assert error <= tolerance * max(scale, 1e-30) or error <= tolerance * 1e-2, f"{what}: {error:.2e} of {scale:.2e}"
 
 
 class Opened:
