@@ -10,6 +10,12 @@ import threading
 import urllib.parse
 from collections.abc import Callable
 
+import pytest
+
+# The files that import this are left out where the extra "test-stores" is not installed.
+for package in ("gcsfs", "s3fs", "moto", "gcp_storage_emulator"):
+    pytest.importorskip(package, reason="needs the extra lmres[test-stores]")
+
 BUCKET = "bucket"
 
 
