@@ -82,6 +82,25 @@ KEYS = {
 }
 
 
+def mesh_sizes(config: MeshConfig, count: int, kind: str = "") -> dict[str, int]:
+    """The sizes of the mesh axes over ``count`` devices, with -1 filled in. kind: of the devices, for the message.
+
+    Raises ValueError for sizes that are none, or when they do not multiply to the number of devices.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    asked = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if any(size < 1 and size != -1 for size in sizes.values()) or len(free) > 1:
+        raise ValueError(f"{asked}: sizes must be positive, and at most one may be -1 (all remaining devices)")
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if count % known or (not free and known != count):
+        raise ValueError(
+            f"{asked}: the product must be the number of devices, {count}{kind}; "
+            "set one axis to -1 to take what remains"
+        )
+    return sizes | {axis: count // known for axis in free}
+
+
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     """The mesh of ``config`` over ``devices`` (all by default).
 
@@ -89,17 +108,7 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     slices that the devices are of.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = [getattr(config, axis) for axis in AXES]
-    asked = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes))
-    if any(size < 1 and size != -1 for size in sizes) or sizes.count(-1) > 1:
-        raise ValueError(f"{asked}: sizes must be positive, and at most one may be -1 (all remaining devices)")
-    known = math.prod(size for size in sizes if size != -1)
-    if len(devices) % known or (-1 not in sizes and known != len(devices)):
-        raise ValueError(
-            f"{asked}: the product must be the number of devices, {len(devices)} "
-            f"({devices[0].platform}); set one axis to -1 to take what remains"
-        )
-    sizes = [len(devices) // known if size == -1 else size for size in sizes]
+    sizes = list(mesh_sizes(config, len(devices), f" ({devices[0].platform})").values())
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1:
         return _over_slices(sizes, slices, devices)

@@ -96,8 +96,8 @@ def run(args) -> int:
 
 def setting_of(config, args, devices: int):
     """What is planned, of a config and the options."""
-    from lmres.plan.estimate import mesh_sizes
     from lmres.plan.lowering import Setting
+    from lmres.sharding import mesh_sizes
 
     batch = args.batch
     if batch is None:

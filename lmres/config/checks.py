@@ -10,7 +10,7 @@ from lmres.config.schema import RunConfig
 from lmres.data.config import DataConfig
 from lmres.model.config import ModelConfig, check_ways
 from lmres.residual import Residual
-from lmres.sharding import AXES, MeshConfig
+from lmres.sharding import AXES, MeshConfig, mesh_sizes
 from lmres.tasks import Task, Text
 from lmres.train.config import ScheduleConfig, TrainConfig
 
@@ -204,14 +204,11 @@ def _batch_and_mesh(
     if any(size < 1 and size != -1 for size in sizes.values()) or len(free) > 1:
         return [f"{asked}: sizes must be positive, and at most one may be -1 (all remaining devices)"]
     problems = []
-    known = math.prod(size for size in sizes.values() if size != -1)
     if device_count is not None:
-        if device_count % known or (not free and known != device_count):
-            return [
-                f"{asked}: the product must be the number of devices, {device_count}; "
-                "set one axis to -1 to take what remains"
-            ]
-        sizes |= {axis: device_count // known for axis in free}
+        try:
+            sizes = mesh_sizes(mesh, device_count)
+        except ValueError as error:
+            return [str(error)]
     # An axis whose size is not known yet asks for nothing.
     sizes |= {axis: 1 for axis, size in sizes.items() if size == -1}
 

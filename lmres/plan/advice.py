@@ -5,12 +5,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from lmres.plan.estimate import Estimate, estimate, mesh_sizes, state_shapes
+from lmres.plan.estimate import Estimate, estimate, state_shapes
 from lmres.plan.lowering import Setting
 from lmres.plan.machines import HEADROOM
 from lmres.plan.planning import Plan
 from lmres.plan.topology import Topology
-from lmres.sharding import AXES
+from lmres.sharding import AXES, mesh_sizes
 
 _POLICIES = ("none", "dots", "offload", "full")  # what is kept on the device less and less
 

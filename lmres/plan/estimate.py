@@ -15,7 +15,6 @@ figures differ, above all in what the compiler keeps at the same time; a plan th
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType
 from lmres.plan.lowering import Setting, check_micro_batch, device_bytes, step_flops
 from lmres.plan.topology import Topology
 from lmres.residual.interface import AppendOnly
-from lmres.sharding import AXES, MeshConfig, param_shardings
+from lmres.sharding import mesh_sizes, param_shardings
 from lmres.train.optimizer import make_optimizer
 from lmres.train.schedule import make_schedule
 from lmres.train.session import build_model
@@ -63,22 +62,6 @@ def state_shapes(setting: Setting) -> dict[str, Any]:
     schedule = make_schedule(setting.schedule, setting.train.steps)
     optimizer = make_optimizer(setting.optimizer, schedule, setting.residual, params)
     return {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
-
-
-def mesh_sizes(mesh: MeshConfig, devices: int) -> dict[str, int]:
-    """The sizes of the mesh axes, with -1 filled in.
-
-    Raises ValueError for sizes that are none, or when they do not multiply to the number of devices.
-    """
-    sizes = {axis: getattr(mesh, axis) for axis in AXES}
-    if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
-        raise ValueError(f"mesh: {sizes}: sizes must be positive, and at most one may be -1 (all remaining devices)")
-    known = math.prod(size for size in sizes.values() if size != -1)
-    sizes = {axis: devices // known if size == -1 else size for axis, size in sizes.items()}
-    if math.prod(sizes.values()) != devices:
-        asked = ", ".join(f"mesh.{axis}={getattr(mesh, axis)}" for axis in AXES)
-        raise ValueError(f"{asked}: the product must be the number of devices, {devices}")
-    return sizes
 
 
 def estimate(setting: Setting, topology: Topology, shapes: dict[str, Any]) -> Estimate:

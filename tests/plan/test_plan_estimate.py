@@ -7,12 +7,12 @@ import pytest
 from lmres.flow.config import FlowConfig
 from lmres.model import ModelConfig
 from lmres.plan.advice import advise, candidates, changed, ranked
-from lmres.plan.estimate import estimate, mesh_sizes, state_shapes
+from lmres.plan.estimate import estimate, state_shapes
 from lmres.plan.lowering import Setting, step_flops
 from lmres.plan.planning import Memory, Plan, told_memory
 from lmres.plan.topology import parse_topology
 from lmres.residual import MHC, Plain
-from lmres.sharding import MeshConfig
+from lmres.sharding import MeshConfig, mesh_sizes
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 
 GIB = 2**30
