@@ -1,4 +1,4 @@
-"""Golden dumps of every shipped config: parameters, shapes, roles, shardings. A diff is to be reviewed.
+"""Golden dumps of every shipped config: parameters, shapes, roles, shardings, bytes, FLOPs. A diff is to be reviewed.
 
 After a change that is meant: LMRES_UPDATE_DUMPS=1 python -m pytest tests/test_shipped_configs.py, and read the diff.
 """
@@ -15,13 +15,17 @@ from jax.sharding import AbstractMesh, AxisType
 from lmres.config import check_config, load_compare, load_config
 from lmres.experiment.bench import label
 from lmres.model import Transformer
-from lmres.sharding import AXES, param_shardings
-from lmres.train.optimizer import is_decayed, kind_of
-from lmres.train.state import abstract_params, count
+from lmres.plan.lowering import device_bytes
+from lmres.sharding import AXES, mesh_sizes
+from lmres.train.flops import flops_per_token
+from lmres.train.optimizer import is_decayed, kind_of, make_optimizer
+from lmres.train.schedule import make_schedule
+from lmres.train.state import abstract_params, abstract_state, count
 
 ROOT = Path(__file__).parent.parent
 DUMPS = Path(__file__).parent / "dumps"
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+POD = ("125m", "1b", "7b", "70b")  # configs for many devices begin so
 
 
 def runs(path):
@@ -32,18 +36,36 @@ def runs(path):
 
 
 def dump(name, config):
-    """Lines that say what the config builds, sharded on a mesh of 2 x 2 x 2."""
+    """Lines that say what the config builds, sharded on a mesh of 2 x 2 x 2, and of a pod's on its own mesh."""
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 258)  # 258: splits in two
-    params = abstract_params(Transformer(model, config.residual, flow=config.flow))
-    shardings = param_shardings(params, AbstractMesh((2, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4))
+    built = Transformer(model, config.residual, flow=config.flow)
+    params, train = abstract_params(built), config.train
+    optimizer = make_optimizer(config.optimizer, make_schedule(config.schedule, train.steps), config.residual, params)
+    state = abstract_state(built, optimizer, mesh_of(dict.fromkeys(AXES, 2) | {"sequence": 1}))
+    flops = flops_per_token(model, config.residual, flow=config.flow)["total"]
     yield f"{name}: {label(config.residual, config.flow)}, {count(params):,} parameters"
-    for (path, leaf), sharding in zip(
-        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
-    ):
+    tokens = train.batch_size * model.context
+    yield f"  model FLOPs: {flops:,.0f} per token, {flops * tokens:.6e} per step of {tokens:,} tokens"
+    yield held(state)
+    if name.startswith(POD):
+        yield held(abstract_state(built, optimizer, mesh_of(mesh_sizes(config.mesh, 256))))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state["params"]):
         where = jax.tree_util.keystr(path, simple=True, separator="/")
-        split = ", ".join(str(axis) for axis in sharding.spec)
+        split = ", ".join(str(axis) for axis in leaf.sharding.spec)
         decay = "decayed" if is_decayed(path, config.residual.no_decay) else "not decayed"
         yield f"  {where} {leaf.dtype}{list(leaf.shape)} {kind_of(path).role}, {decay}, split ({split})"
+
+
+def mesh_of(sizes):
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def held(state):
+    """A line with the bytes of a training state on each device."""
+    mesh = jax.tree.leaves(state["params"])[0].sharding.mesh
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    parameters, optimiser = device_bytes(state["params"]), device_bytes(state["opt_state"])
+    return f"  bytes per device ({axes}): {parameters:,} parameters, {optimiser:,} optimiser state"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
