@@ -162,15 +162,16 @@ def islands(devices, topology: Topology) -> list[int]:
 def told_memory(text: str, held: int, available: int) -> tuple[int, int]:
     """(bytes needed, bytes there) from a compiler's refusal.
 
-    Known: ``HLO temporaries (16.60G) exceeds available HBM (15.75G)``, to which the arguments ``held`` are added;
-    ``Used 20.1G of 15.75G hbm``; ``allocate 5.0GiB``. Without numbers: what is there and one byte more.
+    Known: ``HLO temporaries (16.60G) exceeds available HBM (15.75G)``, which are the arguments too, whatever they are
+    called; ``Used 20.1G of 15.75G hbm``; ``allocate 5.0GiB``. Without numbers: what is there and one byte more, or the
+    arguments ``held``.
     """
     figure = r"([\d.]+)\s*([KMGT]?)(?:i?B)?"
     temporaries = re.search(rf"HLO temporaries \({figure}\) exceeds available HBM \({figure}\)", text)
     used = re.search(rf"Used {figure} of {figure} hbm", text)
     asked = re.search(rf"allocat(?:e|ing) {figure}", text)
     if temporaries:
-        return held + _told(*temporaries.groups()[:2]), _told(*temporaries.groups()[2:])
+        return _told(*temporaries.groups()[:2]), _told(*temporaries.groups()[2:])
     if used:
         return _told(*used.groups()[:2]), _told(*used.groups()[2:])
     return max(held, available + 1, _told(*asked.groups()) if asked else 0), available

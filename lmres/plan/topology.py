@@ -27,6 +27,14 @@ ENVIRONMENT = {
 }
 _PLUGINS = {"tpu": ("libtpu",), "cuda": ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")}
 _EXAMPLES = "v5p:8x8x16, v5e:16x16, h200:2x8 (hosts x GPUs per host)"
+# Shapes of one slice, from Cloud TPU's lists of v5e, v6e, v4 and v5p; one chip stands for one of a host's.
+_SLICES = {
+    2: ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)),
+    3: (
+        (1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 16),
+        (8, 16, 16), (16, 16, 16), (16, 16, 24),
+    ),
+}  # fmt: skip
 
 
 class TopologyError(ValueError):
@@ -79,6 +87,24 @@ def parse_topology(text: str, slices: int = 1) -> Topology:
     return Topology(machine, tuple(map(int, sizes.split("x"))), slices)
 
 
+def topology_of(name: str, chips: int) -> Topology:
+    """A machine of so many chips (or GPUs, eight to a host) in a published shape.
+
+    Raises TopologyError, with the numbers of chips that there are.
+    """
+    machine = MACHINES.get(name.lower())
+    if machine is None:
+        raise TopologyError(f"--machine {name}: unknown device (known: {', '.join(MACHINES)})")
+    if machine.platform == "cuda":
+        if chips < 1 or (chips > 8 and chips % 8):
+            raise TopologyError(f"--chips {chips}: of {machine.name}, up to 8 on one host, or hosts of 8")
+        return Topology(machine, (1, chips) if chips <= 8 else (chips // 8, 8))
+    shapes = {math.prod(shape): shape for shape in _SLICES[machine.dimensions]}
+    if chips not in shapes:
+        raise TopologyError(f"--chips {chips}: a slice of {machine.name} has {', '.join(map(str, shapes))}")
+    return Topology(machine, shapes[chips])
+
+
 def topology_devices(topology: Topology) -> list[Any]:
     """The devices of a machine, for a mesh. Sets what the compilers read from the environment where it is not set.
 
@@ -98,6 +124,8 @@ def topology_devices(topology: Topology) -> list[Any]:
         options = {"topology_name": f"{name}:{'x'.join(map(str, topology.shape))}", "num_slices": topology.slices}
         if machine.name == "v4":  # otherwise each of a chip's two cores is a device, which no one runs
             options["chip_config_name"] = "megacore"
+        if math.prod(topology.shape) == 1:  # less than the host that is otherwise taken for the smallest part
+            options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         devices = topologies.get_topology_desc(platform=machine.platform, **options).devices
     except JaxRuntimeError as error:

@@ -120,7 +120,7 @@ def test_where_nothing_fits_there_is_no_advice(shapes):
     [
         (
             "memory required for HLO temporaries (16.5G) exceeds available HBM (15.75G).",
-            (16.5 * GIB + GIB, 15.75 * GIB),
+            (16.5 * GIB, 15.75 * GIB),  # arguments of 1 GiB included
         ),
         ("Ran out of memory in memory space hbm. Used 20.25G of 15.75G hbm.", (20.25 * GIB, 15.75 * GIB)),
         ("Out of memory while trying to allocate 64.00GiB.", (64 * GIB, 16 * GIB)),

@@ -2,10 +2,13 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from lmres.plan.machines import HEADROOM, MACHINES
-from lmres.plan.topology import PlanExtraMissing, TopologyError, parse_topology, topology_devices
+from lmres.plan.planning import told_memory
+from lmres.plan.topology import PlanExtraMissing, TopologyError, parse_topology, topology_devices, topology_of
 from lmres.train.flops import peak_flops
 
 
@@ -66,3 +69,57 @@ def test_a_missing_compiler_is_told_with_the_extra(text, monkeypatch):
     monkeypatch.setattr("lmres.plan.topology.importlib.util.find_spec", lambda name: None)
     with pytest.raises(PlanExtraMissing, match=r"pip install 'lmres\[plan\]'"):
         topology_devices(parse_topology(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "shape"),
+    [
+        ("v5p", 1, (1, 1, 1)),
+        ("V5P", 256, (4, 8, 8)),
+        ("v5p", 4096, (16, 16, 16)),
+        ("v5e", 16, (4, 4)),
+        ("h200", 4, (1, 4)),
+        ("h100", 64, (8, 8)),
+    ],
+)
+def test_a_number_of_chips_is_a_published_shape(name, chips, shape):
+    topology = topology_of(name, chips)
+    assert topology.shape == shape and topology.size == chips
+    assert parse_topology(topology.name) == topology
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "parts"),
+    [
+        ("v5p", 3, ["--chips 3", "v5p has 1, 4, 8, 16"]),
+        ("v5e", 512, ["--chips 512", "128, 256"]),
+        ("h200", 12, ["--chips 12", "hosts of 8"]),
+        ("h200", 0, ["--chips 0"]),
+        ("v9", 1, ["--machine v9", "v5p"]),
+    ],
+)
+def test_a_number_of_chips_that_no_slice_has_is_told(name, chips, parts):
+    with pytest.raises(TopologyError) as error:
+        topology_of(name, chips)
+    assert all(part in str(error.value) for part in parts), error.value
+
+
+@pytest.mark.parametrize("name", ["v5p", "v5e"])
+def test_one_chip_is_a_machine(needs_tpu, name):
+    (device,) = topology_devices(topology_of(name, 1))
+    assert device.device_kind == topology_of(name, 1).machine.kind
+
+
+def test_a_refusal_counts_the_arguments(needs_tpu):
+    gib = 2**30
+    (device,) = topology_devices(topology_of("v5e", 1))
+    rows = [
+        jax.ShapeDtypeStruct(
+            (size * gib // 2**14, 2**12), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device)
+        )
+        for size in (8, 9)
+    ]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as refused:
+        jax.jit(lambda x, y: x.sum(0) + y.sum(0)).lower(*rows).compile()  # holds nothing else
+    needed, available = told_memory(str(refused.value), 17 * gib, 16 * gib)
+    assert needed == pytest.approx(17 * gib, rel=0.01) and available == pytest.approx(16 * gib, rel=0.05)
