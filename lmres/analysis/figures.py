@@ -1,16 +1,10 @@
 """Figures as SVG strings: the depth-mixing heat map, and the loss curves of several runs.
 
-Text stays text (searchable, small); colours can be told apart by colour-blind readers (Okabe and Ito's for runs, red to
-blue for weights); every figure is white and stands on its own. There is no global plotting state: a figure is an object
-that is drawn and forgotten.
+Runs have the colours of ``drawing``, weights run from red to blue.
 """
 
 import dataclasses
-import io
-import itertools
-import re
 from collections.abc import Sequence
-from xml.sax.saxutils import quoteattr
 
 import matplotlib
 import numpy as np
@@ -18,33 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import Colormap, FuncNorm, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter
 
+from lmres.analysis.drawing import BASELINE, CYCLE, INK, MUTED, STYLE, calm, run_colours, short, svg
 from lmres.analysis.mixing import MixingResult
 
-_INK, _MUTED, _LINE = "#1f2430", "#5d6675", "#d9dde3"
-# Okabe and Ito (2008) without black, which is the baseline's, and with the yellow left for last: it is faint on white.
-_CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7A5195", "#8C6D31", "#B3A800")
-_BASELINE = "#1f2430"
 _DASHES = ("-", (0, (5, 1.6)), (0, (1.5, 1.5)))
-# Text is laid out with matplotlib's own font, the widest of these, and drawn with the first that the reader has.
-_MEASURED, _FONTS = "DejaVu Sans", "'Helvetica Neue', Helvetica, Arial, 'DejaVu Sans', sans-serif"
-_STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "lmres",
-    "text.parse_math": False,  # a run's name may hold a $
-    "font.family": [_MEASURED],
-    "font.size": 9.0,
-    "text.color": _INK,
-    "axes.edgecolor": _LINE,
-    "axes.labelcolor": _MUTED,
-    "axes.linewidth": 0.8,
-    "axes.unicode_minus": True,
-    "xtick.color": _LINE,
-    "ytick.color": _LINE,
-    "xtick.labelcolor": _MUTED,
-    "ytick.labelcolor": _MUTED,
-}
 _BLUES = ("#f3f4f6", "#c6dbef", "#7fb3d8", "#3182bd", "#08519c", "#08264f")
 _REDS = ("#5a0a12", "#a50f15", "#de4b33", "#f69a7c", "#fbd5c6")
 
@@ -69,13 +42,6 @@ class Curve:
         return np.interp(steps, [0.0, *self.steps], [0.0, *self.seconds])
 
 
-def run_colours(names: Sequence[str], baseline: str | None = None) -> dict[str, str]:
-    """A colour per name, in order of appearance; near-black is the baseline's. Past nine names colours come again."""
-    others = [name for name in dict.fromkeys(names) if name != baseline]
-    colours = dict(zip(others, itertools.cycle(_CYCLE)))
-    return colours | ({baseline: _BASELINE} if baseline is not None else {})
-
-
 def mixing_figure(result: MixingResult, normalised: bool = True, title: str | None = None) -> str:
     """The heat map of a depth-mixing matrix, sources on x, readers on y, as an SVG string.
 
@@ -96,7 +62,7 @@ def mixing_figure(result: MixingResult, normalised: bool = True, title: str | No
     inside = count >= 6
     bar_left, bar_height = (left + side - 0.5, 0.55 * side) if inside else (left + side + 0.22, side)
     width, height = max(left + side + (0.2 if inside else 0.9), 4.3), bottom + side + top
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), facecolor="white")
         FigureCanvasSVG(figure)
         place = lambda x, y, w, h: figure.add_axes((x / width, y / height, w / width, h / height))  # noqa: E731
@@ -115,12 +81,12 @@ def mixing_figure(result: MixingResult, normalised: bool = True, title: str | No
         bar.ax.tick_params(length=2, labelsize=8, pad=2)
         bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda w, _: f"{w:.3g}".replace("-", "−")))
         what = "share of what the reader gets" if normalised else "weight"
-        name = _short(result.connection if title is None else title)
+        name = short(result.connection if title is None else title)
         figure.text(0.12 / width, 1 - 0.2 / height, name, size=11, weight="bold", va="center")
         over = ", mean over channels" if result.channelwise else ""
         subtitle = f"{what}, mean over {result.tokens:,} tokens{over}"
-        figure.text(0.12 / width, 1 - 0.42 / height, subtitle, size=8.5, color=_MUTED, va="center")
-        return _svg(figure, f"Depth-mixing matrix of {name}: {subtitle}")
+        figure.text(0.12 / width, 1 - 0.42 / height, subtitle, size=8.5, color=MUTED, va="center")
+        return svg(figure, f"Depth-mixing matrix of {name}: {subtitle}")
 
 
 def loss_figure(curves: Sequence[Curve], baseline: str | None = None, smoothing: float = 0.04) -> str:
@@ -142,13 +108,11 @@ def loss_figure(curves: Sequence[Curve], baseline: str | None = None, smoothing:
     colours = run_colours(names, baseline)
     # Beyond the colours that can be told apart, dashes tell runs apart.
     others = [n for n in names if n != baseline]
-    dashes = {n: _DASHES[(i // len(_CYCLE)) % len(_DASHES)] for i, n in enumerate(others)} | {baseline: "-"}
-    columns = int(
-        np.clip(8.6 / (0.62 + 0.068 * max((len(_short(n)) for n in names), default=1)), 1, max(len(names), 1))
-    )
+    dashes = {n: _DASHES[(i // len(CYCLE)) % len(_DASHES)] for i, n in enumerate(others)} | {baseline: "-"}
+    columns = int(np.clip(8.6 / (0.62 + 0.068 * max((len(short(n)) for n in names), default=1)), 1, max(len(names), 1)))
     legend_height = 0.24 * -(-len(names) // columns) + 0.12
     width, height = 9.4, 2.35 * rows + legend_height + 0.35
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), facecolor="white")
         FigureCanvasSVG(figure)
         grid = figure.subplots(
@@ -161,22 +125,18 @@ def loss_figure(curves: Sequence[Curve], baseline: str | None = None, smoothing:
         labels = (
             "training loss\nnats per token",
             "validation\nbits per byte",
-            f"validation less {_short(baseline)}\nbits per byte",
+            f"validation less {short(baseline)}\nbits per byte",
         )
         for row, label in zip(grid, labels):
             row[0].set_ylabel(label, size=8.5, linespacing=1.35)
         for axes in grid.flat:
-            _calm(axes)
+            calm(axes)
         grid[-1, 0].set_xlabel("steps", size=8.5)
         grid[-1, 1].set_xlabel("seconds of training", size=8.5)
         handles, limits = {}, [[] for _ in range(rows)]
         for curve in sorted(curves, key=lambda c: c.name == baseline):  # the baseline on top
             line = {"color": colours[curve.name], "linestyle": dashes[curve.name], "solid_capstyle": "round"}
-            marks = (
-                {"marker": "o", "markersize": 2.6, "markeredgewidth": 0}
-                if len(curve.valid_steps) <= 40
-                else {}
-            )
+            marks = {"marker": "o", "markersize": 2.6, "markeredgewidth": 0} if len(curve.valid_steps) <= 40 else {}
             steps, valid_steps = (np.asarray(s, float) for s in (curve.steps, curve.valid_steps))
             train = _smooth(np.asarray(curve.train_loss, float), smoothing)
             kept = _thinned(len(train))
@@ -184,9 +144,7 @@ def loss_figure(curves: Sequence[Curve], baseline: str | None = None, smoothing:
             times = (steps, np.asarray(curve.seconds, float)), (valid_steps, curve.seconds_at(valid_steps))
             for column in range(2):
                 grid[0, column].plot(times[0][column][kept], train[kept], linewidth=1.1, **line)
-                (handles[curve.name],) = grid[1, column].plot(
-                    times[1][column], valid, linewidth=1.5, **line, **marks
-                )
+                (handles[curve.name],) = grid[1, column].plot(times[1][column], valid, linewidth=1.5, **line, **marks)
                 if compared and curve.name != baseline:
                     less = valid - _mean_of(references, times[1][column], column)
                     grid[2, column].plot(times[1][column], less, linewidth=1.5, **line, **marks)
@@ -196,15 +154,15 @@ def loss_figure(curves: Sequence[Curve], baseline: str | None = None, smoothing:
             _limit(row[0], series)
         if compared:
             for axes in grid[2]:
-                axes.axhline(0, color=_BASELINE, linewidth=1.2, zorder=1.5)
+                axes.axhline(0, color=BASELINE, linewidth=1.2, zorder=1.5)
         ordered = [baseline] * (baseline in handles) + others
         figure.legend(
-            [handles[n] for n in ordered], [_short(n) for n in ordered], ncols=columns, loc="upper left", frameon=False,
+            [handles[n] for n in ordered], [short(n) for n in ordered], ncols=columns, loc="upper left", frameon=False,
             bbox_to_anchor=(0.62 / width, 1), borderaxespad=0.4, fontsize=9, handlelength=1.8, columnspacing=1.6,
         )  # fmt: skip
-        return _svg(
+        return svg(
             figure,
-            "Training and validation loss by step and by seconds of " + ", ".join(_short(n) for n in ordered),
+            "Training and validation loss by step and by seconds of " + ", ".join(short(n) for n in ordered),
         )
 
 
@@ -217,9 +175,7 @@ def _weight_colours(weights: np.ma.MaskedArray) -> tuple[Colormap, Normalize]:
     if least < -1e-3 * most:  # less is rounding, too pale to be seen
         colours = LinearSegmentedColormap.from_list("weights", [*_REDS, *_BLUES], 511)
         return colours, FuncNorm((root, back), -most, most)
-    return LinearSegmentedColormap.from_list("shares", _BLUES, 256), FuncNorm(
-        (root, back), 0.0, most, clip=True
-    )
+    return LinearSegmentedColormap.from_list("shares", _BLUES, 256), FuncNorm((root, back), 0.0, most, clip=True)
 
 
 def _ticks(norm: Normalize, short: bool) -> list[float]:
@@ -254,27 +210,11 @@ def _write_weights(axes: Axes, weights: np.ndarray, colours: Colormap, norm: Nor
     for l, j in zip(*np.tril_indices(len(weights))):
         red, green, blue, _ = colours(norm(weights[l, j]))
         dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.5
-        text = (
-            f"{weights[l, j]:.2f}".replace("0.", ".", 1)
-            if abs(weights[l, j]) < 0.995
-            else f"{weights[l, j]:.2g}"
-        )
+        text = f"{weights[l, j]:.2f}".replace("0.", ".", 1) if abs(weights[l, j]) < 0.995 else f"{weights[l, j]:.2g}"
         text = "0" if text in (".00", "-.00") else text.replace("-", "−")
         axes.text(
-            j + 0.5, l + 0.5, text, size=font, ha="center", va="center", color="white" if dark else _INK
+            j + 0.5, l + 0.5, text, size=font, ha="center", va="center", color="white" if dark else INK
         )  # fmt: skip
-
-
-def _calm(axes: Axes) -> None:
-    axes.grid(axis="y", color=_LINE, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0, labelsize=8, pad=4)
-    axes.margins(x=0.01)
-    axes.xaxis.set_major_locator(MaxNLocator(6))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{round(y, 9):.6g}".replace("-", "−")))
 
 
 def _limit(axes: Axes, series: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -307,28 +247,6 @@ def _mean_of(curves: Sequence[Curve], at: np.ndarray, column: int) -> np.ndarray
     """The curves' mean validation at steps (column 0) or seconds (column 1); NaN where one of them was not running."""
     values = []
     for c in curves:
-        x = (
-            np.asarray(c.valid_steps, float)
-            if column == 0
-            else c.seconds_at(np.asarray(c.valid_steps, float))
-        )
+        x = np.asarray(c.valid_steps, float) if column == 0 else c.seconds_at(np.asarray(c.valid_steps, float))
         values.append(np.interp(at, x, np.asarray(c.valid_bpb, float), left=np.nan, right=np.nan))
     return np.mean(values, axis=0)
-
-
-def _short(name: str | None) -> str:
-    """``name`` as it can be drawn: cut, and without control characters, which are no XML."""
-    name = re.sub(r"[\x00-\x1f\x7f]", "", name or "")
-    return name if len(name) <= 40 else name[:39] + "…"
-
-
-def _svg(figure: Figure, label: str) -> str:
-    """The <svg> element alone, for inlining or a file: no prologue, no metadata, the same bytes every time."""
-    buffer = io.StringIO()
-    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    figure.savefig(buffer, format="svg", metadata=nothing)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label={quoteattr(label)} ', 1)
-    text = text.replace(f"font-family: '{_MEASURED}'", f"font-family: {_FONTS}")
-    # Right whatever charset the page around it declares.
-    return text.encode("ascii", "xmlcharrefreplace").decode()
