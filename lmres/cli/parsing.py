@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Sequence
 
 from lmres import __version__
-from lmres.cli import bench, compare, config, convert, data, evaluate, generate, inspect, plan, train, variants
+from lmres.cli import bench, compare, config, convert, data, evaluate, generate, growth, inspect, plan, train, variants
 from lmres.cli.options import is_override
 
-COMMANDS = (train, evaluate, generate, compare, convert, variants, bench, plan, data, inspect, config)
+COMMANDS = (train, evaluate, generate, compare, convert, variants, bench, plan, growth, data, inspect, config)
 
 _EPILOG = """exit codes: 0 done; 1 error; 2 usage; 3 training diverged; 4 a plan does not fit; 130 (Ctrl-C) and 143
 (SIGTERM) stopped and saved, to be resumed. `lmres COMMAND --help` has an example; `lmres config` lists all settings."""
@@ -19,9 +19,7 @@ class Commands:
     def __init__(self, parser: argparse.ArgumentParser):
         self._commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def add(
-        self, name: str, run, summary: str, example: str, *, json: bool = True
-    ) -> argparse.ArgumentParser:
+    def add(self, name: str, run, summary: str, example: str, *, json: bool = True) -> argparse.ArgumentParser:
         """A command ``name`` that ``run(args) -> exit code`` does."""
         lines = "\n  ".join(example.split("\n"))
         command = self._commands.add_parser(
@@ -40,9 +38,7 @@ class Commands:
 
     def group(self, name: str, summary: str) -> "Commands":
         """A command that has commands of its own."""
-        group = self._commands.add_parser(
-            name, help=summary, description=summary[0].upper() + summary[1:] + "."
-        )
+        group = self._commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         return Commands(group)
 
 

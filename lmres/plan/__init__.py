@@ -7,7 +7,8 @@ answer is read off the result; nothing is executed and nothing is allocated.
 train step, a decoding step or a prefill with abstract arguments; ``hlo`` reads a compiled module, ``collectives``
 what it sends, ``buffers`` what it holds and moves; ``roofline`` the bound; ``planning`` puts them together;
 ``estimate`` guesses without compiling, ``advice`` and ``search`` use that to find what fits; ``report`` prints.
+``growth`` plans one step at ever larger sizes and keeps what it finds, ``growth_report`` makes tables and series of it.
 
-May import: experiment.bench (the shape of a batch), generate, train, model, residual, flow, sharding; jax. Used by the
-command line.
+May import: experiment.bench (the shape of a batch), analysis (series to draw), generate, train, model, residual, flow,
+sharding; jax. Used by the command line.
 """

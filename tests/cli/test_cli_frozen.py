@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": (
         f"config overrides --batch --buffers --compiles --context {JSON} --minutes --search --slices --topology --what"
     ),
+    "growth": f"configs overrides --blocks --chips --compiles --figure {JSON} --machine --out --parts --rows",
     "data prepare": f"source overrides {JSON} --output --overwrite",
     "data show": f"store {JSON} --verify",
     "inspect": f"run_folder {DEVICE} {JSON} --measure --no-verify",
