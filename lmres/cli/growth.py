@@ -37,8 +37,8 @@ def add(commands) -> None:
 def run(args) -> int:
     from lmres.analysis import growth_figure
     from lmres.cli import OK, runtime
-    from lmres.cli.output import print_json, write_json
-    from lmres.plan.growth import checked, grow
+    from lmres.cli.output import print_json, write_text
+    from lmres.plan.growth import as_text, checked, grow
     from lmres.plan.growth_report import panels, parts, tables
     from lmres.train.progress import Reporter
 
@@ -50,16 +50,14 @@ def run(args) -> int:
     if configs:
         wanted = _wanted(args, configs)
         runtime.start("cpu", None)  # the machine's compiler is asked from a CPU, whatever there is here
-        keep = lambda found: write_json(found, out)  # noqa: E731
+        keep = lambda found: write_text(as_text(found), out)  # noqa: E731
         document = grow(wanted, document, keep, compiles=args.compiles, tell=Reporter().line)
     if args.json:
         print_json(document)
     else:
         print("\n\n".join([*tables(document), *([parts(document)] if args.parts else [])]))
     if args.figure:
-        figure = Path(args.figure)
-        figure.parent.mkdir(parents=True, exist_ok=True)
-        figure.write_text(growth_figure(panels(document)) + "\n", encoding="utf-8")
+        write_text(growth_figure(panels(document)) + "\n", Path(args.figure))
     return OK
 
 

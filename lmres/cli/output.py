@@ -29,9 +29,14 @@ def plain(value: Any) -> Any:
 
 def write_json(value: Any, path: Path) -> None:
     """One JSON document in a file, in one move."""
+    write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n", path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """A file, in one move; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
-    new.write_text(json.dumps(plain(value), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    new.write_text(text, encoding="utf-8")
     new.replace(path)
 
 

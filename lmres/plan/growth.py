@@ -6,6 +6,7 @@ parameters (mesh.fsdp=-1). What is found is plain values, so that it can be kept
 
 import dataclasses
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -175,3 +176,10 @@ def checked(document: Any) -> dict[str, Any]:
     if found != FORMAT or not isinstance(document.get("points"), list):
         raise ValueError(f"not what lmres growth wrote in format {FORMAT}: its format is {found!r}")
     return document
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """JSON with a line for each point, so that two of them can be compared line by line."""
+    head = json.dumps({name: value for name, value in document.items() if name != "points"})
+    points = ",\n".join(json.dumps(point, allow_nan=False) for point in document["points"])
+    return f'{head[:-1]}, "points": [\n{points}\n]}}\n'

@@ -9,7 +9,7 @@ from lmres.analysis import Growth, Panel, growth_figure
 from lmres.cli import main
 from lmres.flow.config import FlowConfig
 from lmres.model import ModelConfig
-from lmres.plan.growth import checked, grow, key_of, on_paper, points
+from lmres.plan.growth import as_text, checked, grow, key_of, on_paper, points
 from lmres.plan.growth_report import panels, parts, tables
 from lmres.plan.lowering import Setting
 from lmres.residual import MHC, Plain
@@ -89,7 +89,8 @@ def test_each_point_is_compiled_once_and_kept_at_once(wanted):
     assert [sum(p["compiled"] is not None for p in d["points"]) for d in kept] == [*range(1, 9), 8]
     assert "compiling 1 of 8: small-plain, 2 blocks, v5p:1x1x1" in lines[0] and "min left" in lines[2]
     assert "150.00 GiB, does not fit" in lines[1] and "32.00 GiB, fits" in lines[3]
-    assert document == kept[-1] == json.loads(json.dumps(document))
+    assert document == kept[-1] == checked(json.loads(as_text(document)))
+    assert len(as_text(document).splitlines()) == 8 + 2
 
 
 def test_what_is_missing_is_compiled_and_nothing_else(wanted, found):
