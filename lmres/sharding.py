@@ -108,20 +108,17 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     slices that the devices are of.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = list(mesh_sizes(config, len(devices), f" ({devices[0].platform})").values())
+    sizes = tuple(mesh_sizes(config, len(devices), f" ({devices[0].platform})").values())
     slices = len({getattr(device, "slice_index", 0) for device in devices})
-    if slices > 1:
-        return _over_slices(sizes, slices, devices)
-    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
-
-
-def _over_slices(sizes: list[int], slices: int, devices: list[Any]) -> Mesh:
-    """A mesh whose data axis alone crosses the slow network between slices."""
-    data, *others = sizes
-    if data % slices:
-        raise ValueError(f"mesh.data={data} is not a multiple of the {slices} slices that the devices are of")
-    within, between = (data // slices, *others), (slices,) + (1,) * len(others)
-    arranged = mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
+    # An axis may be part of a dimension of the torus: tensor=2 in a cube of 4 x 4 x 4.
+    if slices == 1:
+        arranged = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    else:  # the data axis alone crosses the slow network between slices
+        data, *others = sizes
+        if data % slices:
+            raise ValueError(f"mesh.data={data} is not a multiple of the {slices} slices that the devices are of")
+        within, between = (data // slices, *others), (slices,) + (1,) * len(others)
+        arranged = mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
     return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
