@@ -27,7 +27,7 @@ class MeshConfig:
     fsdp: parts of the batch that also share the parameters and the optimiser state.
     tensor: parts of heads, MLP hidden units and vocabulary.
     sequence: parts of each row of tokens (context parallelism): each device computes its own tokens only, and gathers
-      the keys and values of all.
+      the keys and values of all. They share the parameters and the optimiser state as fsdp's do.
 
     Over several slices (TPU pods joined by the data-centre network) ``data`` is split between the slices first.
     """
@@ -58,11 +58,11 @@ LOGICAL: dict[str, tuple[str | None, ...]] = {
     "mlp/down": ("mlp", "embed"),
 }
 
-# Mesh axes of the logical axes. Parameters are split over fsdp along "embed"; activations never are ("embed" of an
-# activation is "features", so that the two cannot be confused).
+# Mesh axes of the logical axes. Parameters are split over fsdp and sequence along "embed"; activations never are
+# ("embed" of an activation is "features", so that the two cannot be confused).
 MESH: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "sequence"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),

@@ -50,6 +50,8 @@ def test_every_large_parameter_is_split_as_the_tables_say():
     assert specs["stack/mlp/norm/gain"] == P(None, None)
     large = [path for path, p in jax.tree_util.tree_leaves_with_path(params) if p.size > CONFIG.width * CONFIG.blocks]
     assert all(any(specs[jax.tree_util.keystr(p, simple=True, separator="/")]) for p in large)
+    rows = param_shardings(params, make_mesh(MeshConfig(data=1, fsdp=2, sequence=2, tensor=2)))  # who shares a row too
+    assert rows["stack"]["mlp"]["gate"].spec == P(None, ("fsdp", "sequence"), "tensor")
 
 
 def test_sizes_that_do_not_divide_name_the_config_key():

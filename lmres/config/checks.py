@@ -10,7 +10,7 @@ from lmres.config.schema import RunConfig
 from lmres.data.config import DataConfig
 from lmres.model.config import ModelConfig, check_ways
 from lmres.residual import Residual
-from lmres.sharding import AXES, MeshConfig, mesh_sizes
+from lmres.sharding import AXES, MESH, MeshConfig, mesh_sizes
 from lmres.tasks import Task, Text
 from lmres.train.config import ScheduleConfig, TrainConfig
 
@@ -226,7 +226,7 @@ def _batch_and_mesh(
         split(what, micro, ("data", "fsdp"))
     if train.eval_batch_size is not None:
         split(f"train.eval_batch_size={train.eval_batch_size}", train.eval_batch_size, ("data", "fsdp"))
-    split(f"model.width={model.width}", model.width, ("fsdp",))
+    split(f"model.width={model.width}", model.width, MESH["embed"])
     split(f"model.context={model.context}", model.context, ("sequence",))
     split(f"model.heads={model.heads}", model.heads, ("tensor",))
     split(f"model.kv_heads={model.kv}", model.kv, ("tensor",))
