@@ -1,7 +1,7 @@
 """What would fit, where a plan does not: other settings by estimate, corrected by what the compiler found."""
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,22 +42,21 @@ def changed(setting: Setting, changes: dict[str, Any]) -> Setting:
 
 
 def candidates(setting: Setting, devices: int) -> Iterator[dict[str, Any]]:
-    """Changes to a setting that keep what it computes: every mesh of so many devices (parts of a sequence as they are),
-    every rematerialisation on the device, every accumulation by a power of two. Not model.remat=offload, whose time is
-    that of the way to the host, and no figure for it is at hand."""
-    chosen = ("data", "fsdp", "tensor")
-    free = devices // math.prod(getattr(setting.mesh, axis) for axis in AXES if axis not in chosen)
-    for tensor in _divisors(free):
-        for fsdp in _divisors(free // tensor):
-            data = free // tensor // fsdp
-            for remat in (policy for policy in _POLICIES if policy != "offload"):
-                accumulate = 1
-                while setting.train.batch_size % accumulate == 0:
-                    yield {
-                        "mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor, "model.remat": remat,
-                        "train.accumulate": accumulate,
-                    }  # fmt: skip
-                    accumulate *= 2
+    """Changes to a setting that keep what it computes: every mesh of so many devices (parts of a sequence as they are
+    where attention reads other cells than its row's), every rematerialisation on the device, every accumulation by a
+    power of two. Not model.remat=offload: its time is that of the way to the host, for which no figure is at hand."""
+    meshes = [
+        dict(zip(AXES, (devices // fsdp // sequence // tensor, fsdp, sequence, tensor), strict=True))
+        for tensor in _divisors(devices)
+        for sequence in _divisors(devices // tensor)
+        for fsdp in _divisors(devices // tensor // sequence)
+        if setting.flow.is_standard or sequence == setting.mesh.sequence
+    ]
+    accumulations = [2**k for k in range(setting.train.batch_size.bit_length()) if setting.train.batch_size % 2**k == 0]
+    for mesh, remat, accumulate in itertools.product(meshes, _POLICIES, accumulations):
+        if remat != "offload":
+            changes = {f"mesh.{axis}": size for axis, size in mesh.items()}
+            yield changes | {"model.remat": remat, "train.accumulate": accumulate}
 
 
 def ranked(setting: Setting, topology: Topology, shapes: dict[str, Any]) -> list[tuple[dict[str, Any], Estimate]]:

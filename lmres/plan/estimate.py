@@ -6,11 +6,14 @@ Per device, with t = tokens of a micro-batch on it, D width, b bytes of a number
     activations  kept for the backward pass: with model.remat=full s t D b of every block (s: the connection's state;
                  once for all blocks where it grows), with "dots" the outputs of products with weights as well, with
                  "none" all that a block computes; "offload" keeps on the device what "full" does
-    transient    scores of one block's attention, one block's activations, its gathered weights, logits (3 copies)
+    transient    scores of one block's attention, one block's activations, copies of the connection's state (t D times
+                 the bytes in ``_COPIES`` for each of its s vectors, where there is more than one), the block's gathered
+                 weights, logits (3 copies), and on TPUs the output head, its gradient and the embedding, whole
 
 The time is a bound like ``roofline``'s: memory is that of the weights, of attention's scores (read or written about
-three times in each pass) and of the connection, network what FSDP, data and tensor parallelism have to send. Real
-figures differ, above all in what the compiler keeps at the same time; a plan that was compiled corrects the memory by
+three times in each pass) and of the connection (as often as ``_UNFUSED``), network what FSDP, data, tensor and sequence
+parallelism have to send. The factors are those of plans that were compiled (``configs/README.md``). Real figures
+differ, above all in what the compiler keeps at the same time; a plan that was compiled corrects the memory by
 ``scale``.
 """
 
@@ -30,6 +33,12 @@ from lmres.train.session import build_model
 from lmres.train.state import abstract_params
 
 _SCORES = 12  # bytes per score: float32 twice and the model's dtype twice, of what softmax and its gradient hold
+# Bytes per number of the state: that many copies of streams in float32 are alive at once in a block's backward pass,
+# which GPUs' compiler fuses better; of a growing history its reads and their gradients.
+_COPIES = {"tpu": 64, "cuda": 16}
+_HISTORY = 12
+_TABLES = {"tpu": 8, "cuda": 0}  # bytes per number of the output head: 2 and 4 of its gradient, 2 of the embedding
+_UNFUSED = 6  # by how much more the compilers move for a connection than if each unit were one fused kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +84,22 @@ def estimate(setting: Setting, topology: Topology, shapes: dict[str, Any]) -> Es
     if sizes["data"] % topology.slices:
         raise ValueError(f"mesh.data={sizes['data']} is not a multiple of the {topology.slices} slices")
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    tensor, parts = sizes["tensor"], check_micro_batch(train, mesh) * sizes.get("sequence", 1)
+    tensor, parts = sizes["tensor"], check_micro_batch(train, mesh) * sizes["sequence"]
+    if model.context % sizes["sequence"]:
+        raise ValueError(f"model.context={model.context} is not a multiple of mesh.sequence={sizes['sequence']}")
     placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes, param_shardings(shapes, mesh),
     )  # fmt: skip
     parameters, optimiser = device_bytes(placed["params"]), device_bytes(placed["opt_state"])
     tokens = train.batch_size / train.accumulate * model.context / parts
-    activations, transient = _activations(setting, tokens, tensor)
+    activations, transient = _activations(setting, tokens, tensor, topology.machine.platform)
     whole = sum(leaf.size for leaf in jax.tree.leaves(shapes["params"]))
+    tables = _TABLES[topology.machine.platform] * model.vocab_size * model.width
     return Estimate(
         state=parameters * (2 + (train.accumulate > 1)) + optimiser,
         activations=activations,
-        transient=transient + 2 * whole / model.blocks * _width(setting) / tensor,
+        transient=transient + (2 * whole / model.blocks * _width(setting) + tables) / tensor,
         roofs=_roofs(setting, topology, sizes, parameters, optimiser, whole, tokens),
     )
 
@@ -96,18 +108,20 @@ def _width(setting: Setting) -> int:
     return {"float64": 8, "float32": 4, "bfloat16": 2}[setting.model.dtype]
 
 
-def _activations(setting: Setting, tokens: float, tensor: int) -> tuple[float, float]:
+def _activations(setting: Setting, tokens: float, tensor: int, platform: str) -> tuple[float, float]:
     """(kept for the backward pass, needed for a moment) in bytes."""
     model, connection, bytes_ = setting.model, setting.residual, _width(setting)
     depth = model.blocks * (2 if connection.unit == "sublayer" else 1)
     state = connection.cost(depth, model.width).state
-    carried = state + model.blocks if isinstance(connection, AppendOnly) else max(state, 1) * model.blocks
+    grows = isinstance(connection, AppendOnly)
+    carried = state + model.blocks if grows else max(state, 1) * model.blocks
+    copies = state * (_HISTORY if grows else _COPIES[platform]) if state > 1 else 0
     products = (model.heads + 2 * model.kv) * model.head_size / tensor + 2 * model.width
     products += (2 if model.mlp == "swiglu" else 1) * model.hidden / tensor
     scores = tokens * model.context * model.heads / tensor * _SCORES
     rest = (2 * model.width + model.hidden / tensor + 2 * model.heads * model.head_size / tensor) * 2
     kept = carried * model.width * tokens * bytes_
-    block = tokens * (products + rest + 4 * max(state if state < 8 else 2, 1) * model.width) * bytes_
+    block = tokens * ((products + rest + 4 * model.width) * bytes_ + copies * model.width)
     if model.remat in ("none", "dots"):
         kept += model.blocks * tokens * products * bytes_
     if model.remat == "none":
@@ -119,22 +133,26 @@ def _activations(setting: Setting, tokens: float, tensor: int) -> tuple[float, f
 def _roofs(setting, topology, sizes, parameters, optimiser, whole, tokens) -> tuple[float, float, float]:
     """Seconds of compute, memory and network. tokens: of a micro-batch on a device; whole: number of parameters."""
     model, machine, accumulate = setting.model, topology.machine, setting.train.accumulate
-    fsdp, data, tensor = sizes["fsdp"], sizes["data"], sizes["tensor"]
+    data, tensor, sequence = sizes["data"], sizes["tensor"], sizes["sequence"]
+    shards, full = sizes["fsdp"] * sequence, model.remat == "full"
     weights = whole * _width(setting) / tensor
-    gathered = 3 * accumulate * weights * (fsdp - 1) / fsdp  # forward, backward, and the gradients' reduction
+    gathered = 3 * accumulate * weights * (shards - 1) / shards  # forward, backward, and the gradients' reduction
     reduced = 2 * parameters * (data - 1) / data
-    again = 6 if model.remat == "full" else 4  # all-reduces of a block: two per pass through it
-    split = accumulate * again * model.blocks * tokens * model.width * _width(setting) * 2 * (tensor - 1) / tensor
-    network = (gathered + reduced + split) / machine.link
+    # Of each block, each way: two all-reduces of outputs; keys and values of the tokens that other devices have.
+    outputs = 2 * 2 * model.width * (tensor - 1) / tensor
+    keys = 2 * model.kv / tensor * model.head_size * (sequence - 1)
+    numbers = accumulate * (3 if full else 2) * model.blocks * tokens * _width(setting)
+    network = (gathered + reduced + numbers * (outputs + keys)) / machine.link
     if machine.platform == "cuda" and topology.shape[0] > 1 and machine.network:
-        gpus, hosts = topology.shape[1], topology.shape[0]
-        inside = max(gpus // tensor, 1)  # members of an FSDP group on one host share what must leave it
-        far = gathered / min(inside, fsdp) if fsdp * tensor > gpus else 0.0
-        network = max(network, (far + (reduced if data > 1 and hosts > 1 else 0.0)) / machine.network)
-    passes = 4 if model.remat == "full" else 3  # forward passes that cost as much: backward is two
+        gpus = topology.shape[1]
+        inside = max(gpus // tensor, 1)  # members of a group with the same weights on one host share what must leave it
+        far = gathered / min(inside, shards) if shards * tensor > gpus else 0.0
+        far += numbers * keys / min(inside, sequence) if sequence * tensor > gpus else 0.0
+        network = max(network, (far + (reduced if data > 1 else 0.0)) / machine.network)
+    passes = 4 if full else 3  # forward passes that cost as much: backward is two
     connection = setting.residual.cost(model.blocks * (2 if setting.residual.unit == "sublayer" else 1), model.width)
     scores = model.blocks * model.heads / tensor * model.context * 4 * (3 * (passes + (model.remat == "dots")))
-    moved = accumulate * (3 * weights + tokens * (scores + passes * connection.moved * model.width * _width(setting)))
-    memory = (moved + 2 * (parameters + optimiser)) / machine.hbm
+    carried = _UNFUSED * passes * connection.moved * model.width * _width(setting)
+    memory = (accumulate * (3 * weights + tokens * (scores + carried)) + 2 * (parameters + optimiser)) / machine.hbm
     compute = step_flops(setting)["total"] / topology.size / machine.peak
     return compute, memory, network

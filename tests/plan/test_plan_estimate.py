@@ -1,21 +1,30 @@
 """Estimates order candidates and make advice; what a compiler says in a refusal is read."""
 
 import dataclasses
+import math
+from pathlib import Path
 
 import pytest
 
+import lmres.plan.search
+from lmres.config import load_config
 from lmres.flow.config import FlowConfig
 from lmres.model import ModelConfig
 from lmres.plan.advice import advise, candidates, changed, ranked
 from lmres.plan.estimate import estimate, state_shapes
 from lmres.plan.lowering import Setting, step_flops
 from lmres.plan.planning import Memory, Plan, told_memory
+from lmres.plan.roofline import Bound
 from lmres.plan.topology import parse_topology
-from lmres.residual import MHC, Plain
-from lmres.sharding import MeshConfig, mesh_sizes
+from lmres.residual import MHC, AttentionResiduals, Plain
+from lmres.sharding import AXES, MeshConfig, mesh_sizes
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from lmres.train.state import count
 
 GIB = 2**30
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+PARTS = ("model", "residual", "optimizer", "schedule", "train", "mesh")
+BOUND = Bound(0.0, 0.0, 0.0, 0.0, "memory")
 MODEL = ModelConfig(
     vocab_size=32768, context=4096, width=2048, blocks=16, heads=16, kv_heads=8, mlp_hidden=8192, dtype="bfloat16"
 )
@@ -59,6 +68,32 @@ def test_estimates_move_as_they_must(shapes):
     assert heads.transient < guess(shapes).transient / 2
 
 
+def test_tokens_split_over_devices_are_fewer_and_their_keys_are_sent(shapes):
+    whole, split = (guess(shapes, mesh__fsdp=64 // n, mesh__sequence=n, model__remat="full") for n in (1, 4))
+    assert split.state == whole.state and split.activations == whole.activations
+    assert split.roofs[:2] == whole.roofs[:2]
+    keys = 3 * 16 * (2 * 4096) * 2 * 2 * 8 * 128 * 3  # thrice per block, of three more parts of each row
+    assert split.roofs[2] - whole.roofs[2] == pytest.approx(keys / TOPOLOGY.machine.link)
+    fewer = guess(shapes, mesh__fsdp=16, mesh__sequence=4, train__accumulate=4, model__remat="full")
+    assert fewer.activations == whole.activations / 4
+    with pytest.raises(ValueError, match=r"model\.context=4096 is not a multiple of mesh\.sequence=3"):
+        estimate(changed(SETTING, {"mesh.fsdp": 1, "mesh.sequence": 3}), parse_topology("v5e:1x3"), shapes)
+
+
+def test_what_a_connection_holds_and_moves_is_counted(shapes):
+    streams = dataclasses.replace(SETTING, residual=MHC(streams=4))
+    history = dataclasses.replace(SETTING, residual=AttentionResiduals(block=8))
+    plain, on_tpu, grown = guess(shapes), *(estimate(s, TOPOLOGY, state_shapes(s)) for s in (streams, history))
+    numbers = 2 * 4096 * 2048  # of one vector for each token on a device
+    gathered = 2 * (count(state_shapes(streams)["params"]) - count(shapes["params"])) / 16 * 2
+    assert on_tpu.transient - plain.transient == pytest.approx(numbers * 4 * 64 + gathered)
+    assert grown.transient - plain.transient == pytest.approx(numbers * (4 + 2) * 12, rel=1e-3)
+    on_gpus = estimate(streams, parse_topology("h200:8x8"), state_shapes(streams))
+    assert on_gpus.transient < on_tpu.transient - numbers * 4 * 40
+    moved = (MHC(streams=4).cost(32, 2048).moved - Plain().cost(32, 2048).moved) * numbers * 2 * 3 * 6
+    assert on_tpu.roofs[1] - plain.roofs[1] == pytest.approx(moved / TOPOLOGY.machine.hbm, rel=0.05)
+
+
 def test_flops_of_a_step():
     step = step_flops(changed(SETTING, {"model.remat": "full"}))
     head = 6.0 * 32768 * 2048 * 128 * 4096
@@ -75,7 +110,10 @@ def test_flops_of_a_step():
 
 def test_candidates_are_meshes_that_multiply(shapes):
     found = list(candidates(SETTING, 64))
-    assert all(c["mesh.data"] * c["mesh.fsdp"] * c["mesh.tensor"] == 64 for c in found)
+    assert all(math.prod(c[f"mesh.{axis}"] for axis in AXES) == 64 for c in found)
+    assert {c["mesh.sequence"] for c in found} == {c["mesh.tensor"] for c in found} == {2**k for k in range(7)}
+    deep = dataclasses.replace(SETTING, flow=FlowConfig("deep"))  # its tokens run in turn
+    assert {c["mesh.sequence"] for c in candidates(deep, 64)} == {1}
     assert {c["model.remat"] for c in found} == {"none", "dots", "full"}
     assert {c["train.accumulate"] for c in found} == {1, 2, 4, 8, 16, 32, 64, 128}
     good = ranked(SETTING, TOPOLOGY, shapes)
@@ -129,3 +167,27 @@ def test_where_nothing_fits_there_is_no_advice(shapes):
 )
 def test_a_refusal_s_numbers_are_read(text, found):
     assert told_memory(text, GIB, 16 * GIB) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"), [("7b-mhc", (1.0,)), ("70b-plain", (1.3, 1.1)), ("70b-attnres", (1.25, 1.3, 1.0))]
+)
+def test_a_search_ends_with_what_fits(monkeypatch, name, factors):
+    """On 256 v5e, where none of these fits as it is. factors: the compiler's peaks over the estimates, in turn."""
+    config = load_config(CONFIGS / f"{name}.yaml")
+    setting = dataclasses.replace(SETTING, **{part: getattr(config, part) for part in PARTS})
+    topology, shapes, coming = parse_topology("v5e:16x16"), state_shapes(setting), iter(factors)
+    room = topology.machine.memory * 0.95
+    assert estimate(setting, topology, shapes).peak > room
+
+    def compiled(asked, *_):
+        guess = estimate(asked, topology, shapes)
+        plan = refused(round(guess.peak * next(coming)))
+        memory = dataclasses.replace(plan.memory, limit=room)
+        bound = dataclasses.replace(BOUND, seconds=guess.seconds)
+        return dataclasses.replace(plan, setting=asked, memory=memory, bound=bound, refused=None)
+
+    monkeypatch.setattr(lmres.plan.search, "make_plan", compiled)
+    found = lmres.plan.search.search(setting, topology, [], compiles=len(factors))
+    assert found.best is not None and found.best[1].memory.peak <= room
+    assert found.best[1].setting.train.batch_size == config.train.batch_size
