@@ -14,18 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lmres.flow.config import FlowConfig
 from lmres.model import ModelConfig, Transformer
 from lmres.residual import Connection, Plain
 from lmres.sharding import MeshConfig, constrainer, make_mesh
-from lmres.train.config import OptimizerConfig, ScheduleConfig
-from lmres.train.optimizer import make_optimizer
-from lmres.train.schedule import make_schedule
-from lmres.train.state import abstract_params, abstract_state, count, init_state
-from lmres.train.step import jit_train_step, train_step_function
+from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from lmres.train.state import count, init_state
+from lmres.train.update import Update, build_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,34 +99,24 @@ def compile_step(
     model_config: ModelConfig,
     connection: Connection,
     batch_size: int,
-    mesh=None,
     flow: FlowConfig = FlowConfig(),  # noqa: B008 - frozen
     compiler_options: dict[str, bool | int | str] | None = None,
-):
-    """The compiled train step of a model (AdamW), nothing allocated.
+) -> tuple[Any, Update, float, float]:
+    """The train step of a model (AdamW) on one device, compiled; nothing is allocated.
 
     compiler_options: as of ``jax.stages.Lowered.compile``.
 
-    Returns (compiled, abstract state, model, optimizer, lower seconds, compile seconds).
+    Returns (compiled, its parts, seconds of lowering, seconds of compiling).
     """
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1]) if mesh is None else mesh
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     model = Transformer(model_config, connection, constrainer(mesh), flow)
-    schedule = make_schedule(ScheduleConfig(), 1000)
-    optimizer = make_optimizer(OptimizerConfig(), schedule, connection, abstract_params(model))
-    target = abstract_state(model, optimizer, mesh)
-    step = jit_train_step(train_step_function(model, optimizer, schedule), target, mesh)
+    update = build_update(model, OptimizerConfig(), ScheduleConfig(), TrainConfig(batch_size=batch_size), mesh)
+    step = update.jitted()
     start = time.perf_counter()
-    lowered = step.lower(target, batch_like(batch_size, model_config.context))
+    lowered = step.lower(update.state_like, update.batch_like)
     lowered_at = time.perf_counter()
     compiled = lowered.compile(compiler_options)
-    return compiled, target, (model, optimizer, mesh), lowered_at - start, time.perf_counter() - lowered_at
-
-
-def batch_like(batch_size: int, context: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch's shapes and dtypes."""
-    ids = jax.ShapeDtypeStruct((batch_size, context), jnp.int32)
-    weights = jax.ShapeDtypeStruct((batch_size, context), jnp.float32)
-    return {"inputs": ids, "targets": ids, "segment_ids": ids, "positions": ids, "weights": weights}
+    return compiled, update, lowered_at - start, time.perf_counter() - lowered_at
 
 
 def random_batch(batch_size: int, context: int, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
@@ -176,13 +163,11 @@ def bench(
     for number, (connection, flow) in enumerate(pairs):
         # Compiling and timing take about the same time each.
         tell(f"compiling {label(connection, flow)}", 0.5 * number / len(pairs))
-        compiled, _, (model, optimizer, mesh), lower, compile_ = compile_step(
-            model_config, connection, batch_size, flow=flow
-        )
+        compiled, update, lower, compile_ = compile_step(model_config, connection, batch_size, flow)
         timed = Timed(
             label(connection, flow),
             compiled,
-            init_state(model, optimizer, mesh, 0),
+            init_state(update.model, update.optimizer, update.mesh, 0),
             lambda seed: random_batch(batch_size, model_config.context, model_config.vocab_size, seed),
         )
         flops = (compiled.cost_analysis() or {}).get("flops")

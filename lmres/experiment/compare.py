@@ -23,7 +23,7 @@ import numpy as np
 from lmres.analysis import MixingResult, model_mixing
 from lmres.config import CompareConfig, ConfigError, RunConfig, describe_structure, resumable_changes, to_dict
 from lmres.config import from_dict as config_from_dict
-from lmres.experiment.bench import Timed, batch_like, label, peak_bytes, random_batch, time_in_turns
+from lmres.experiment.bench import Timed, label, peak_bytes, random_batch, time_in_turns
 from lmres.experiment.machine import machine, versions
 from lmres.experiment.report import write_report
 from lmres.experiment.result import ComparisonResult, RunResult
@@ -35,7 +35,6 @@ from lmres.train.progress import Reporter
 from lmres.train.run import CHECKPOINTS, train_run
 from lmres.train.session import Session, build_session
 from lmres.train.state import count, init_state
-from lmres.train.step import jit_train_step, train_step_function
 
 Mode = Literal["new", "resume", "overwrite"]
 REPORT, RESULTS, RUN = "report.html", "comparison.json", "run.json"
@@ -248,19 +247,13 @@ def _curves(lines: list[dict[str, Any]], result: TrainResult | None) -> dict[str
 
 def _compiled_step(session: Session) -> Any:
     """The train step, compiled ahead; found in the compilation cache when the session was trained."""
-    train = session.train
-    step = train_step_function(
-        session.model, session.optimizer, session.schedule,
-        accumulate=train.accumulate, z_loss=train.z_loss, seed=train.seed,
-    )  # fmt: skip
+    step = session.function()
 
     # The loop's name for it: what the run has compiled is then found in the compilation cache.
     def counted(state, batch):
         return step(state, batch)
 
-    jitted = jit_train_step(counted, session.state_like, session.mesh)
-    like = batch_like(train.batch_size, session.model.config.context)
-    return jitted.lower(session.state_like, like).compile()
+    return session.jitted(counted).lower(session.state_like, session.batch_like).compile()
 
 
 def _step_memory(session: Session) -> int | None:

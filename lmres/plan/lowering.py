@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lmres.experiment.bench import batch_like
 from lmres.flow.config import FlowConfig
 from lmres.generate import cache
 from lmres.generate.decode import serving
@@ -21,11 +20,9 @@ from lmres.residual import Connection
 from lmres.sharding import MeshConfig, batch_sharding, make_mesh, param_shardings
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from lmres.train.flops import flops_per_token
-from lmres.train.optimizer import make_optimizer
-from lmres.train.schedule import make_schedule
 from lmres.train.session import build_model
-from lmres.train.state import abstract_params, abstract_state
-from lmres.train.step import jit_train_step, train_step_function
+from lmres.train.state import abstract_params
+from lmres.train.update import build_update
 
 What = Literal["train", "decode", "prefill"]
 
@@ -112,19 +109,13 @@ def check_micro_batch(train: TrainConfig, mesh: Mesh | AbstractMesh) -> int:
 
 
 def _train(setting: Setting, mesh: Mesh) -> Program:
-    train = setting.train
-    check_micro_batch(train, mesh)
+    check_micro_batch(setting.train, mesh)
     model = build_model(setting.model, setting.residual, setting.flow, None, mesh)
-    schedule = make_schedule(setting.schedule, train.steps)
-    optimizer = make_optimizer(setting.optimizer, schedule, setting.residual, abstract_params(model))
-    state = abstract_state(model, optimizer, mesh)
-    step = train_step_function(
-        model, optimizer, schedule, accumulate=train.accumulate, z_loss=train.z_loss, seed=train.seed
-    )
-    batch = _placed(batch_like(train.batch_size, setting.model.context), batch_sharding(mesh))
+    update = build_update(model, setting.optimizer, setting.schedule, setting.train, mesh)
+    state, batch = update.state_like, update.batch_like
     held = {"parameters": state["params"], "optimiser state": state["opt_state"], "batch": batch}
-    tokens = train.batch_size * setting.model.context
-    return Program(jit_train_step(step, state, mesh), (state, batch), held, mesh, tokens)
+    tokens = setting.train.batch_size * setting.model.context
+    return Program(update.jitted(), (state, batch), held, mesh, tokens)
 
 
 def _served(setting: Setting, mesh: Mesh) -> tuple[Transformer, Any]:

@@ -23,7 +23,7 @@ from lmres.train.preempt import StopSignals
 from lmres.train.progress import Reporter
 from lmres.train.session import Session
 from lmres.train.state import TrainState
-from lmres.train.step import jit_eval_step, jit_train_step, train_step_function
+from lmres.train.step import jit_eval_step
 
 
 class TrainingDiverged(RuntimeError):
@@ -70,16 +70,13 @@ class Loop:
         self._reporter, self._folder, self._base_rate = reporter, folder, base_rate
         train, mesh = session.train, session.mesh
         self._traces = 0
-        step = train_step_function(
-            session.model, session.optimizer, session.schedule,
-            accumulate=train.accumulate, z_loss=train.z_loss, seed=train.seed,
-        )  # fmt: skip
+        step = session.function()
 
         def counted(state, batch):
             self._traces += 1
             return step(state, batch)
 
-        self._step = jit_train_step(counted, session.state_like, mesh)
+        self._step = session.jitted(counted)
         size = eval_batch_size(train.eval_batch_size, train.batch_size // train.accumulate, mesh)
         eval_step = jit_eval_step(session.model, mesh, session.state_like["params"], measure_of(session.splits))
         valid = session.splits.valid

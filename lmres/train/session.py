@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import Mesh
 
 from lmres.data import DataConfig, DataError, Splits, generated_splits, load_splits
@@ -15,23 +14,15 @@ from lmres.residual.stack import no_constraint
 from lmres.sharding import MeshConfig, constrainer, make_mesh
 from lmres.tasks import TEXT, Task, Text
 from lmres.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
-from lmres.train.optimizer import make_optimizer
-from lmres.train.schedule import Schedule, make_schedule
-from lmres.train.state import TrainState, abstract_params, abstract_state
+from lmres.train.update import Update, build_update
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
-    """model: with shardings of ``mesh`` pinned. state_like: shapes and shardings of the training state."""
+class Session(Update):
+    """An update, the connection as it was asked for, and the data."""
 
-    model: Transformer
     connection: Connection
-    optimizer: optax.GradientTransformation
-    schedule: Schedule
-    mesh: Mesh
     splits: Splits
-    train: TrainConfig
-    state_like: TrainState
 
 
 def open_splits(
@@ -93,18 +84,8 @@ def build_session(
             f"train.steps={train.steps} asks for more; lower train.steps, or set data.repeat=epochs"
         )
     the_model = build_model(model, residual, flow, splits, the_mesh)
-    the_schedule = make_schedule(schedule, train.steps)
-    the_optimizer = make_optimizer(optimizer, the_schedule, residual, abstract_params(the_model))
-    return Session(
-        model=the_model,
-        connection=residual,
-        optimizer=the_optimizer,
-        schedule=the_schedule,
-        mesh=the_mesh,
-        splits=splits,
-        train=train,
-        state_like=abstract_state(the_model, the_optimizer, the_mesh),
-    )
+    update = build_update(the_model, optimizer, schedule, train, the_mesh)
+    return Session(**vars(update), connection=residual, splits=splits)
 
 
 def describe_devices(mesh: Mesh) -> str:
