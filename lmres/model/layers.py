@@ -11,12 +11,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec as P
 
 from lmres.model.config import ModelConfig
 from lmres.ops import rms_norm
 from lmres.residual.interface import Exchange, Lent, Mix
-from lmres.residual.stack import no_constraint
 
 
 class KeyValues(NamedTuple):
@@ -163,12 +161,10 @@ class SubLayer(nn.Module):
 class Attention(SubLayer):
     """Grouped-query attention with rotary positions.
 
-    own_keys: False where all that is read is made elsewhere; the layer then has no projections for it. constrain: pins
-    shardings.
+    own_keys: False where all that is read is made elsewhere; the layer then has no projections for it.
     """
 
     own_keys: bool = True
-    constrain: Callable[[Array, P], Array] = no_constraint
 
     @nn.compact
     def __call__(
@@ -244,11 +240,7 @@ class Attention(SubLayer):
             key, value = mixed(key, x.key), mixed(value, x.value)
         if c.qk_norm:
             key = RMSNorm(c.norm_eps, name="key_norm")(key)
-        return KeyValues(self._whole(rotate(key, args.position, c.rope_base)), self._whole(value)), own
-
-    def _whole(self, x: Array) -> Array:
-        """Keys or values [B, S, G, K] of all tokens, also where the tokens are split over devices."""
-        return self.constrain(x, P("batch", None, P.UNCONSTRAINED, P.UNCONSTRAINED))
+        return KeyValues(rotate(key, args.position, c.rope_base), value), own
 
 
 def mixed(own: Array, mix: Mix | None) -> Array:

@@ -170,7 +170,7 @@ class Transformer(nn.Module):
 
         tokens: [B, S] int. past: its segments and positions are those of the new tokens too. slot: of the first.
         """
-        e = self.constrain(self.embed(tokens), P("batch", "sequence", None))
+        e = self._embedded(tokens)
         h, grid = extend_on_grid(
             self._grid(e, self.flow), e, past.layers, GridTokens(past.position, past.position, past.segment), slot
         )
@@ -202,8 +202,12 @@ class Transformer(nn.Module):
             own_mask = readable(segments, positions, segments, positions)
         if past is not None:
             past_mask = readable(segments, positions, past.segment, past.position)
-        e = self.constrain(self.embed(tokens), P("batch", "sequence", None))
+        e = self._embedded(tokens)
         return e, Args(positions, own_mask, past_mask, dropout_key)
+
+    def _embedded(self, tokens):
+        """[B, S, D]."""
+        return self.constrain(self.embed(tokens, self.constrain), P("batch", "sequence", None))
 
     def _logits(self, h):
         c = self.config
@@ -234,8 +238,10 @@ class Embedding(nn.Module):
 
         self.table = self.param("table", init)
 
-    def __call__(self, tokens: Array) -> Array:
-        return self.table.astype(self.config.dtype)[tokens]
+    def __call__(self, tokens: Array, constrain: Any = no_constraint) -> Array:
+        # Rows are looked up in a table of their whole width. Left free, XLA turns the axes of the table round instead
+        # where data and fsdp are both split, and sends it through the whole mesh: between slices, too.
+        return constrain(self.table.astype(self.config.dtype), P("vocab", "embed"))[tokens]
 
     def attend(self, h: Array) -> Array:
         return jnp.einsum("bsd,vd->bsv", h, self.table.astype(h.dtype), preferred_element_type=_wide(h))
