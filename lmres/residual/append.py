@@ -86,6 +86,7 @@ def _forward(stack, layers, shared, branch_params, opened, args):
             l = i * per_copy + s
             params_l = _unit(layers_i, shared, s)
             x, context = read_unit(connection, params_l, state, l, s)
+            x = stack.pin_input(x)
             branch, p = _branch(stack, s, i, args), branch_params_i[s]
             if stack.remat == "full":
                 y, closure = branch(p, x), ()
@@ -116,12 +117,13 @@ def _backward(stack, residuals, cotangent):
             before = History(final.slots, carry if connection.reads_carry else final.carry)
             g_keys, g_carry, g_y = _write_vjp(stack, params_l, final.slots, g_slots, g_carry, l)
             x, read_back = connection.read_vjp(params_l, before, l, ways_at(connection, s))
+            x = stack.pin_input(x)
             if stack.remat == "full":
                 vjp = jax.vjp(_branch(stack, s, i, args), p, x)[1]
             else:
                 vjp = closure.whole((p, x) if stack.remat != "none" else p)
             g_branches_i[s], g_x = vjp(g_y)
-            g_params, g_slots, g_carry_read = read_back(g_x, g_slots)
+            g_params, g_slots, g_carry_read = read_back(stack.pin_input(g_x), g_slots)
             g_slots = stack.pin(History(g_slots, final.carry)).slots
             if connection.reads_carry:
                 g_carry = jax.tree.map(jnp.add, g_carry, g_carry_read)

@@ -26,9 +26,11 @@ from jax import Array
 from lmres.residual.append import run_append_only
 from lmres.residual.interface import (
     AppendOnly,
+    Axes,
     Connection,
     Exchange,
     Lent,
+    Mix,
     Params,
     layer_params,
     read_unit,
@@ -186,6 +188,26 @@ class Stack:
         """The state with its shardings pinned."""
         return jax.tree.map(self.constrain, state, self.connection.state_axes())
 
+    def pin_input(self, x):
+        """A unit's input [B, S, D], or a tuple of them, with its sharding pinned, and so that of its cotangent. Left
+        free it takes up the one of the weights that it is multiplied with, and the state's is given up for it.
+
+        What mixes over heads, which may be split, is pinned whole: its sum is sent, where else all that it sums is."""
+        rows = Axes("batch", "sequence", "embed")
+        if isinstance(x, Exchange):
+            return Exchange(self.constrain(x.x, rows), self._pin_mix(x.key), self._pin_mix(x.value))
+        if isinstance(x, tuple):
+            return tuple(self.constrain(each, rows) for each in x)
+        return self.constrain(x, rows) if isinstance(x, Array) else x  # what a unit makes its inputs of, as it is
+
+    def _pin_mix(self, mix: Mix | None) -> Mix | None:
+        if mix is None or mix.own.ndim == 0:
+            return mix
+        return Mix(
+            self.constrain(mix.gathered, Axes("batch", "sequence", None, None)),
+            self.constrain(mix.own, Axes(None, None)),
+        )
+
     def grouped(self, connection_params: Params) -> Params:
         """Per-layer parameters as [repeats, units per copy, ...]."""
         per_copy = len(self.units)
@@ -202,7 +224,7 @@ class Stack:
             l = i * len(self.units) + s
             params_l = {**jax.tree.map(lambda p, s=s: p[s], layers), **shared}
             x, context = read_unit(self.connection, params_l, state, l, s)
-            y, out = unit(branch_params[s], x, i, args, inputs[s])
+            y, out = unit(branch_params[s], self.pin_input(x), i, args, inputs[s])
             state = self.pin(self.connection.write(params_l, state, context, y, l))
             outputs.append(out)
         return state, tuple(outputs)
