@@ -4,10 +4,11 @@ import os
 import tempfile
 from pathlib import Path
 
+from compiling import QUICK, flags
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-# Nearly all programs here are compiled for one or two calls: a third of the suite's time would go to optimising them.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(QUICK)}"
 cache = Path(os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "lmres-test-cache")))
 cache.mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")

@@ -1,7 +1,6 @@
 """A small transformer on the grid in float64, twice: as a program for ``lmres.flow``, and in plain loops over cells."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,6 @@ from lmres.flow.store import Store
 from lmres.flow.tiles import Tiles, run_tiles
 
 B, H, K, D = 2, 2, 4, 8
-
-# The programs are tiny and run a few times.
-quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def made(geometry):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grid_model import B, D, Program, empty_grid, made, one_document, parameters, quick_jit, tiled
+from grid_model import B, D, Program, empty_grid, made, one_document, parameters, tiled
 
 from lmres.flow import Reader, Wavefront, critical_path, parse, run_wavefront
 from lmres.flow.geometry import Cone, Deep, Diagonal, Top
@@ -52,7 +52,7 @@ def test_wavefront_is_the_model_token_by_token(kind, layers, slope):
             h, grid = run(params, e)
             return (weight * h).sum() + sum((leaf**2).sum() for leaf in grid), (h, grid)
 
-        return quick_jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, e)
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, e)
 
     wave = both(lambda p, e: run_wavefront(plan(reads, slope), *p, e, empty_grid(reads, T), one_document(T)))
     column = both(lambda p, e: tiled(reads, T, p, e))

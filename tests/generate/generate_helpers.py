@@ -1,8 +1,6 @@
 """Small models with random, not initial, connection parameters: at the start most connections are the plain
 residual."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +10,6 @@ from lmres.generate import extend, prefill
 from lmres.model import ModelConfig, Transformer
 
 VOCAB = 23
-
-# The programs are tiny and compiled for one or two calls.
-quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def make_model(connection, flow=FlowConfig(), **config):  # noqa: B008 - frozen
@@ -56,7 +51,7 @@ def random_tokens(*shape, seed=0):
 
 def full_logits(model, params, tokens):
     """Logits of a forward pass over whole rows, without a cache or padding."""
-    return np.asarray(quick_jit(lambda p, t: model.apply({"params": p}, t))(params, tokens))
+    return np.asarray(jax.jit(lambda p, t: model.apply({"params": p}, t))(params, tokens))
 
 
 def assert_close(actual, expected, tolerance, what=""):
@@ -66,8 +61,8 @@ def assert_close(actual, expected, tolerance, what=""):
     assert error <= tolerance * scale, f"{what}: off by {error:.2e}, largest entry {scale:.2e}"
 
 
-run_prefill = quick_jit(prefill, static_argnums=(0, 5))
-run_extend = quick_jit(extend, static_argnums=0, donate_argnums=2)
+run_prefill = jax.jit(prefill, static_argnums=(0, 5))
+run_extend = jax.jit(extend, static_argnums=0, donate_argnums=2)
 
 
 def padded(tokens, lengths, size):

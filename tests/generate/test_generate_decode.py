@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generate_helpers import VOCAB, make_model, quick_jit, random_params, random_tokens
+from generate_helpers import VOCAB, make_model, random_params, random_tokens
 
 from lmres.generate import Sampling, decode, generate, padded_length
 from lmres.residual import MHC, AttentionResiduals, DenseFormer, Plain
@@ -26,7 +26,7 @@ def made(connection):
 
 def slow_greedy(model, params, prompts, count):
     """The definition: a full forward pass per token, without a cache; rows are filled up on the right."""
-    forward = quick_jit(lambda p, t: model.apply({"params": p}, t))
+    forward = jax.jit(lambda p, t: model.apply({"params": p}, t))
     rows = [list(p) for p in prompts]
     for _ in range(count):
         tokens = np.zeros((len(rows), CONTEXT), np.int32)

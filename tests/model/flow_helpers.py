@@ -16,9 +16,6 @@ from lmres.residual import Plain
 CONFIG = ModelConfig(vocab_size=17, context=8, width=16, blocks=3, heads=2, dtype="float64")
 TOKENS = np.random.default_rng(0).integers(0, 17, (2, 6))
 
-# The programs are tiny and run once or twice.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
 
 def drawn(flow=FlowConfig(), config=CONFIG):  # noqa: B008 - frozen
     """Parameters away from their start."""
@@ -29,7 +26,7 @@ def drawn(flow=FlowConfig(), config=CONFIG):  # noqa: B008 - frozen
 def program(flow, config):
     """The model as one function, so that it is compiled once for all that ask for it."""
     model = Transformer(config, Plain(), flow=flow)
-    return quick_jit(lambda params, *args: model.apply({"params": params}, *args))
+    return jax.jit(lambda params, *args: model.apply({"params": params}, *args))
 
 
 def logits(flow, params, *args, config=CONFIG, tokens=TOKENS):
@@ -44,7 +41,7 @@ def with_gradient(flow, params, *args, config=CONFIG, tokens=TOKENS):
         found = model.apply({"params": params}, tokens, *args)
         return (weights[..., None] * found**2).sum(), found
 
-    run = quick_jit(jax.value_and_grad(loss, has_aux=True))
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
 
     def both(weights):
         (_, found), grads = run(params, jnp.asarray(weights, config.dtype))

@@ -10,6 +10,7 @@ import time
 
 import jax
 import pytest
+from compiling import AS_IN_USE
 from variants import KINDS, name
 
 from lmres.experiment.bench import compile_step
@@ -48,7 +49,6 @@ MOVING = dict.fromkeys(
     3,
 )
 GROWING = STATIC | MOVING
-AS_IN_USE = {"xla_backend_optimization_level": 3}  # not as quickly as in the other tests
 RATIO = 2.0  # of compile times, to the plain residual's
 NOISE = 1.15  # of such a ratio, though it is of processor time: caches and memory are shared with what else runs
 

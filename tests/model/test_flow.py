@@ -19,7 +19,6 @@ TOKENS = np.random.default_rng(0).integers(0, 17, (2, 6))
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 0], [1] * 6])
 POSITIONS = np.array([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
 REAL = (SEGMENTS > 0)[..., None]
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +140,7 @@ def test_every_form_is_its_definition_in_plain_loops(flow, form):
             found = run(params)
             return (found**2).sum(), found
 
-        return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(params)
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
     want = both(lambda p: logits_of(p, tokens, config, flow, **form))
     schedules = ["sequential", *FORM_SCHEDULES.get(flow.kind, ["auto", "swept"])]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flow_helpers import CONFIG, TOKENS, drawn, logits, quick_jit, same, scheduled, with_gradient
+from flow_helpers import CONFIG, TOKENS, drawn, logits, same, scheduled, with_gradient
 from grid_reference import columns_of
 
 from lmres.flow import exact_prefix
@@ -66,7 +66,7 @@ def test_the_first_sweep_reads_upwards_what_the_start_says(flow, start):
         return columns_of(params, tokens, config, flow, flow.kind == "recurrent", before=before)[0]
 
     found = logits(swept(flow, 0, 1, start=start), params, tokens=tokens)
-    same(found, np.asarray(quick_jit(by_loops)(params)))
+    same(found, np.asarray(jax.jit(by_loops)(params)))
     assert np.abs(found - logits(scheduled(flow, "sequential"), params, tokens=tokens)).max() > 1e-6
 
 

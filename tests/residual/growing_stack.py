@@ -14,8 +14,6 @@ from lmres.residual.interface import Exchange, Lent
 from lmres.residual.key_values import KeyValueHeads
 
 EPS = 1e-30  # of the norms inside connections: nothing beside the numbers here, but 0 / 0 is 0
-# Small programs that run once or twice.
-quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def branch(s):
@@ -45,14 +43,14 @@ def run(connection, params):
     return Stack(connection, (first, branch(1)), N)(params, weights, jnp.asarray(E))[0]
 
 
-run_jitted = quick_jit(run, static_argnums=0)
+run_jitted = jax.jit(run, static_argnums=0)
 
 
 def output(connection, params):
     return np.asarray(run_jitted(connection, params))
 
 
-@partial(quick_jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0)
 def gradient_jitted(connection, params):
     def loss(p):
         h = run(connection, p)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from growing_references import B, D, G, L, N, S, plain
-from growing_stack import EPS, gradient, moved, noise, output, quick_jit, same, same_function, start
+from growing_stack import EPS, gradient, moved, noise, output, same, same_function, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from variants import draw
@@ -127,7 +127,7 @@ def test_static_muddformer_with_tied_ways_and_gains_is_denseformer_in_the_transf
     mudd["stack"]["connection"] = {"layers": {}, "shared": {"bias": static_bias(alpha, 4)}}
     mudd = jax.tree_util.tree_map_with_path(tie, mudd, shapes)
     tokens = np.arange(8).reshape(2, 4)
-    logits = [quick_jit(m.apply)({"params": p}, tokens) for m, p in zip(models, (params, mudd))]
+    logits = [jax.jit(m.apply)({"params": p}, tokens) for m, p in zip(models, (params, mudd))]
     same(*logits)
 
 
@@ -156,7 +156,7 @@ def test_attention_residuals_follow_their_equations_and_start_as_prenorm(size, h
     same_function(output(connection, start(connection)), plain())
 
 
-@partial(quick_jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0)
 def read_out(connection, query, values):
     """What the last query reads of ``values`` [M, B, S, D], and the weights."""
     params = {"query": query}

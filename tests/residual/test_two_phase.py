@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from growing_references import D, E
-from growing_stack import EPS, quick_jit, same
+from growing_stack import EPS, same
 
 from lmres.residual import AttentionResiduals, Stack
 from lmres.residual.two_phase import has_two_phases
@@ -31,7 +31,7 @@ def compare_two_phases(size, per_copy, repeats, **options):
         return jnp.sum(jnp.sin(h)), h
 
     ways = [{"scan": False}, *({"remat": remat} for remat in ("none", "full", "dots"))]
-    run_all = quick_jit(lambda *a: [jax.value_and_grad(partial(loss, **how), has_aux=True)(a) for how in ways])
+    run_all = jax.jit(lambda *a: [jax.value_and_grad(partial(loss, **how), has_aux=True)(a) for how in ways])
     ((_, expected), expected_grads), *found = run_all(params, weights, jnp.asarray(E))
     for (_, h), grads in found:
         same(h, expected)
@@ -60,6 +60,5 @@ def test_two_phases_are_the_direct_form(size, per_copy, repeats, options):
     "size, per_copy, repeats",
     [(2, 1, 7), (2, 2, 4), (3, 1, 7), (3, 3, 3), (4, 1, 6), (4, 2, 5), (4, 4, 2), (6, 2, 5), (6, 3, 2), (6, 1, 8)],
 )
-
 def test_two_phases_are_the_direct_form_in_all_shapes(size, per_copy, repeats, heads):
     compare_two_phases(size, per_copy, repeats, heads=heads, temperature=1.5)
