@@ -1,10 +1,13 @@
 """Floating-point operations of a function as XLA counts them, with every loop counted as often as it runs.
 
 XLA's own cost analysis of a whole program counts the body of a loop once, however often it runs, and after fusion
-it depends on the backend. Here the function is run operation by operation, and each is charged with what XLA's
+it depends on the backend. Here the function is taken operation by operation, and each is charged with what XLA's
 analysis says of it alone: an elementwise operation 1 per entry, a product of matrices 2 per multiply-add, a reduction
 1 per entry it takes in beyond the first; moving data is free. Exponentials, logarithms, tanh, roots and reciprocal
 roots are counted apart, as transcendentals (a sigmoid is one of those and 3 operations).
+
+An operation is computed only if its value decides how often a loop runs or which branch is taken: to count one it is
+lowered, which takes a few milliseconds, and to run it it would have to be compiled.
 """
 
 import functools
@@ -23,8 +26,20 @@ class Count(NamedTuple):
     transcendentals: float = 0.0
 
 
+class _Later:
+    """A value of known shape and dtype that is computed when it is asked for."""
+
+    def __init__(self, aval, compute: Callable[[], Any]):
+        self.shape, self.dtype = aval.shape, aval.dtype
+        self.compute = functools.cache(compute)
+
+
+def _now(x: Any) -> Any:
+    return x.compute() if isinstance(x, _Later) else x
+
+
 def count(f: Callable, *args: Any) -> Count:
-    """Operations of ``f(*args)``, run once on the host's CPU or the default device."""
+    """Operations of ``f(*args)``."""
     closed = jax.make_jaxpr(f)(*args)
     total = [0.0, 0.0]
     _run(closed.jaxpr, closed.consts, jax.tree.leaves(args), total)
@@ -51,7 +66,7 @@ def _while(eqn, inputs, total):
     p = eqn.params
     a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     cond_consts, body_consts, carry = inputs[:a], inputs[a:b], inputs[b:]
-    while _call(p["cond_jaxpr"], [*cond_consts, *carry], total)[0]:
+    while _now(_call(p["cond_jaxpr"], [*cond_consts, *carry], total)[0]):
         carry = _call(p["body_jaxpr"], [*body_consts, *carry], total)
     return carry
 
@@ -67,16 +82,21 @@ def _scan(eqn, inputs, total):
     order = range(p["length"])
     rows = []
     for i in reversed(order) if p["reverse"] else order:
-        out = _call(p["jaxpr"], [*consts, *carry, *(x[i] for x in xs)], total)
+        slices = [_Later(v.aval, lambda x=x, i=i: _now(x)[i]) for v, x in zip(body.invars[b:], xs, strict=True)]
+        out = _call(p["jaxpr"], [*consts, *carry, *slices], total)
         carry = out[:carried]
         rows.append(out[carried:])
     rows = rows[::-1] if p["reverse"] else rows
-    return [*carry, *(np.stack(leaves) for leaves in zip(*rows))]
+    stacked = [
+        _Later(v.aval, lambda leaves=leaves: np.stack([_now(x) for x in leaves]))
+        for v, leaves in zip(eqn.outvars[carried:], zip(*rows), strict=True)
+    ]
+    return [*carry, *stacked]
 
 
 def _cond(eqn, inputs, total):
     branches = eqn.params["branches"]
-    return _call(branches[int(np.clip(inputs[0], 0, len(branches) - 1))], inputs[1:], total)
+    return _call(branches[int(np.clip(_now(inputs[0]), 0, len(branches) - 1))], inputs[1:], total)
 
 
 _RULES = {"while": _while, "scan": _scan, "cond": _cond}
@@ -87,11 +107,16 @@ def _other(eqn, inputs, total):
     for key in ("jaxpr", "call_jaxpr"):
         if key in eqn.params:
             return _call(eqn.params[key], inputs, total)
-    structs = tuple(jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)) for x in inputs)
-    outputs, flops, transcendentals = _operation(_Operation(eqn), structs)
+    structs = tuple(map(_struct, inputs))
+    run, flops, transcendentals = _operation(_Operation(eqn), structs)
     total[0] += flops
     total[1] += transcendentals
-    return outputs(*inputs)
+    outputs = functools.cache(lambda: run(*map(_now, inputs)))
+    return [_Later(v.aval, lambda i=i: outputs()[i]) for i, v in enumerate(eqn.outvars)]
+
+
+def _struct(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype if isinstance(x, _Later) else jax.dtypes.result_type(x))
 
 
 class _Operation:

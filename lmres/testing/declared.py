@@ -12,7 +12,7 @@ from lmres.residual import Stack
 from lmres.residual.interface import Connection, Exchange, Lent
 from lmres.testing.counting import count
 from lmres.testing.report import Wrong, where
-from lmres.testing.setting import GROUPS, HEADS, Setting, mixed
+from lmres.testing.setting import GROUPS, HEADS, Setting, compiled, mixed
 from lmres.train.optimizer import connection_name, is_decayed
 
 COST_TOLERANCE = 0.1
@@ -97,7 +97,7 @@ def counted(connection: Connection, blocks: int, width: int) -> tuple[float, flo
     connection = connection.fit(GROUPS, width // HEADS)
     branch = lambda params_i, x, i, args, inputs_i: (_nothing(x), ())  # noqa: E731
     stack = Stack(connection, (branch, branch), blocks, scan=False)
-    params = connection.init(jax.random.key(0), stack.depth, width)
+    params = compiled(lambda key: connection.init(key, stack.depth, width))(jax.random.key(0))
 
     def run(tokens):
         return count(lambda p, e: stack(p, ((), ()), e)[0], params, jnp.ones((1, tokens, width)))

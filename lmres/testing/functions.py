@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from lmres.residual import Plain, depth_mixing, layer_params, recompose
 from lmres.residual.interface import Exchange, read_unit
 from lmres.testing.report import Skipped, Wrong, where
-from lmres.testing.setting import BATCH, DTYPES, SEQUENCE, Setting
+from lmres.testing.setting import BATCH, DTYPES, SEQUENCE, Setting, compiled
 
 NOT_STARTING_PLAIN = 1e-3  # a connection that differs from plain by less than this at the start should say so
 AS_PLAIN = 1e-4
@@ -42,7 +42,7 @@ def _parameters(s: Setting) -> None:
             raise Wrong(f"parameter {where(path)} is {dtype}; parameters are float32 arrays of jax, cast where used")
         if not p.size:
             raise Wrong(f"parameter {where(path)} has shape {p.shape}; leave it out, a checkpoint holds no empty one")
-        if not bool(jnp.all(jnp.isfinite(p))):
+        if not np.isfinite(p).all():
             raise Wrong(f"parameter {where(path)} is not finite at the start")
     for path, p in jax.tree_util.tree_leaves_with_path(start["layers"]):
         if p.ndim == 0 or p.shape[0] != s.unit_count:
@@ -68,7 +68,7 @@ def _column(s: Setting, dtype) -> None:
     state = jax.eval_shape(lambda p, e: c.open(p, e, s.unit_count), s.start, e)
     _axes_fit(c.state_axes(), state)
     units = s.stack().units
-    weights = jax.tree.map(lambda p: p[0], (s.weights["first"], s.weights["second"]))
+    weights = jax.tree.map(lambda p: np.asarray(p)[0], (s.weights["first"], s.weights["second"]))
     per_unit = weights if c.unit == "sublayer" else (weights,)
     for l in range(s.unit_count):
         k = l % len(units)
@@ -134,7 +134,7 @@ def start(s: Setting) -> dict[str, Any]:
     """Outputs beside those of the plain residual with the same branches, norms and readout."""
     c = s.connection
     out, _ = s.run(params=s.start)
-    difference = float(jnp.max(jnp.abs(out - s.plain)))
+    difference = _largest(out, s.plain)
     figures: dict[str, Any] = {"difference to plain": difference}
     if c.start_tolerance is not None:
         figures["tolerance"] = c.start_tolerance
@@ -157,19 +157,25 @@ def start(s: Setting) -> dict[str, Any]:
 def _gains(s: Setting):
     """Gains of a trained plain model: of the input norms in order [2 blocks, D], and of the final norm [D]."""
     rng = np.random.default_rng(s.seed + 2)
-    draw = lambda *shape: jnp.asarray(rng.uniform(0.5, 1.5, shape), jnp.float32)  # noqa: E731
+    draw = lambda *shape: jnp.asarray(np.float32(rng.uniform(0.5, 1.5, shape)))  # noqa: E731
     return draw(2 * s.blocks, s.width), draw(s.width)
+
+
+def _largest(a, b) -> float:
+    """Difference of two arrays. Here and below numpy computes what is done once: jax would compile it first."""
+    return float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
 
 
 def _as_plain(s: Setting, params) -> float:
     gains, final = _gains(s)
+    first, second = (jnp.asarray(np.asarray(gains)[k::2]) for k in (0, 1))
     trained = s.weights | {
-        "first": s.weights["first"] | {"gain": gains[0::2]},
-        "second": s.weights["second"] | {"gain": gains[1::2]},
+        "first": s.weights["first"] | {"gain": first},
+        "second": s.weights["second"] | {"gain": second},
         "final": final,
     }
     expected = Setting(Plain(), s.width, s.blocks, s.seed).run(weights=trained)[0]
-    difference = float(jnp.max(jnp.abs(s.run(params=params, weights=trained)[0] - expected)))
+    difference = _largest(s.run(params=params, weights=trained)[0], expected)
     tolerance = max(AS_PLAIN, s.connection.start_tolerance or 0.0)
     if not difference <= tolerance:
         raise Wrong(
@@ -186,15 +192,19 @@ def matrix(s: Setting) -> dict[str, Any]:
         raise Skipped("has_matrix is False: it mixes channels, so no matrix over depth can exist")
     inner = 2 if c.unit == "block" else 1
     h, record = s.recorded
+
+    def recomposed(record, e, way):
+        return recompose(depth_mixing(c, record.contexts, e, inner, way), e, record.outputs)
+
+    recomposed = compiled(recomposed, static_argnums=2)
     largest = 0.0
     for way in range(max(1, *(min(w, 3) for w in c.ways))):
-        weights = depth_mixing(c, record.contexts, s.e, inner, way)
-        found = recompose(weights, s.e, record.outputs)
-        expected = [_pick(x, way) for x in record.reads] + [h]
-        scale = max(float(jnp.max(jnp.abs(x))) for x in expected)
+        found = recomposed(record, s.e, way)
+        expected = [np.asarray(_pick(x, way)) for x in record.reads] + [np.asarray(h)]
+        scale = max(float(np.max(np.abs(x))) for x in expected)
         for l, (a, b) in enumerate(zip(found, expected, strict=True)):
-            error = jnp.max(jnp.abs(a - b), axis=-1)
-            at = np.unravel_index(int(jnp.argmax(error)), error.shape)
+            error = np.max(np.abs(np.asarray(a) - b), axis=-1)
+            at = np.unravel_index(np.argmax(error), error.shape)
             largest = max(largest, float(error[at]) / scale)
             if not largest <= 2e-5:
                 reader = f"sub-layer {l}" if l < len(expected) - 1 else "the readout"
@@ -215,7 +225,9 @@ def causal(s: Setting) -> dict[str, Any]:
     """The gradient of each position's output with respect to the embedding, at every other position and row."""
     for t in range(SEQUENCE):
         b = t % BATCH
-        _, grads = s.run(g=jnp.zeros_like(s.g).at[b, t].set(s.g[b, t]))
+        alone = np.zeros(s.g.shape, np.float32)
+        alone[b, t] = s.g[b, t]
+        _, grads = s.run(g=jnp.asarray(alone))
         reached = np.abs(np.asarray(grads["embedding"])).max(-1)
         if not reached[b, t] > 0:
             raise Wrong(f"the output at position {t} does not depend on its own embedding (gradient {reached[b, t]})")
@@ -240,12 +252,16 @@ def gradients(s: Setting) -> dict[str, Any]:
     c = s.connection
     out, first = s.run(params=s.start)
     _finite(out, first, "at the start")
-    step = lambda p, g: p - 0.05 * g / jnp.maximum(jnp.max(jnp.abs(g), initial=0.0), 1e-30)  # noqa: E731
+
+    def step(p, g):
+        p, g = np.asarray(p), np.asarray(g)
+        return jnp.asarray(p - np.float32(0.05) * g / np.maximum(np.max(np.abs(g), initial=0.0), np.float32(1e-30)))
+
     params = jax.tree.map(step, s.start, first["connection"])
     weights = jax.tree.map(step, s.weights, first["branches"])
     out, second = s.run(params=params, weights=weights)
     _finite(out, second, "at step 2")
-    largest = max((float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(second["connection"])), default=0.0)
+    largest = max((float(np.max(np.abs(g))) for g in jax.tree.leaves(second["connection"])), default=0.0)
     rows, smallest = 0, np.inf
     for path, g in jax.tree_util.tree_leaves_with_path(second["connection"]):
         name = where(path).split("/")[1]
@@ -268,7 +284,7 @@ def gradients(s: Setting) -> dict[str, Any]:
 
 
 def _finite(out, grads, when: str) -> None:
-    if not bool(jnp.all(jnp.isfinite(out))):
+    if not np.isfinite(out).all():
         raise Wrong(f"outputs are not finite {when}")
     for path, g in jax.tree_util.tree_leaves_with_path(grads):
         bad = np.argwhere(~np.isfinite(np.asarray(g)))

@@ -68,8 +68,7 @@ def sharded(s: Setting) -> dict[str, Any]:
     sequence = 2 if count % (2 * tensor * fsdp) == 0 else 1
     mesh = make_mesh(MeshConfig(count // fsdp // tensor // sequence, fsdp, tensor, sequence))
     rng = np.random.default_rng(s.seed + 3)
-    e = jnp.asarray(rng.normal(size=(BATCH * count, *s.e.shape[1:])), jnp.float32)
-    g = jnp.asarray(rng.normal(size=(BATCH * count, *s.g.shape[1:])), jnp.float32)
+    e, g = (np.float32(rng.normal(size=(BATCH * count, *one.shape[1:]))) for one in (s.e, s.g))
 
     rows = batch_sharding(mesh)
     replicated = NamedSharding(mesh, P())
@@ -80,14 +79,17 @@ def sharded(s: Setting) -> dict[str, Any]:
     found = s.run(params, weights, jax.device_put(e, rows), jax.device_put(g, rows), constrain=constrainer(mesh))
 
     # On one device a few rows at a time, in the program that the other checks have compiled.
-    parts = [s.run(e=e[i : i + BATCH], g=g[i : i + BATCH]) for i in range(0, len(e), BATCH)]
-    outputs, grads = zip(*parts)
+    outputs, grads = zip(*(s.run(e=e[i : i + BATCH], g=g[i : i + BATCH]) for i in range(0, len(e), BATCH)))
     expected = {
-        "connection": jax.tree.map(lambda *a: sum(a), *(one["connection"] for one in grads)),
-        "branches": jax.tree.map(lambda *a: sum(a), *(one["branches"] for one in grads)),
-        "embedding": jnp.concatenate([one["embedding"] for one in grads]),
+        "connection": jax.tree.map(_sum, *(one["connection"] for one in grads)),
+        "branches": jax.tree.map(_sum, *(one["branches"] for one in grads)),
+        "embedding": np.concatenate([one["embedding"] for one in grads]),
     }
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     hint = "See state_axes, and what the connection itself assumes about devices"
-    error = compare(found, (jnp.concatenate(outputs), expected), TOLERANCE, f"a mesh of {sizes} and one device", hint)
+    error = compare(found, (np.concatenate(outputs), expected), TOLERANCE, f"a mesh of {sizes} and one device", hint)
     return {"error": error, "devices": count}
+
+
+def _sum(*arrays: Any) -> np.ndarray:
+    return np.sum([np.asarray(a) for a in arrays], axis=0)

@@ -1,4 +1,5 @@
 """What the checks share: a small stack, a small model, their parameters, and one compiled program per way to run them.
+Numbers are drawn and compared with numpy, since each operation of jax outside a program is a program to compile.
 
 The stack is ``blocks`` copies of two branches. A branch here is a function of one token, ``y = tanh(q Wq + [k Wk, v
 Wv])``, so that whatever mixes tokens is the connection; q, k and v are its three inputs if the connection gives three,
@@ -119,36 +120,40 @@ class Setting:
     @cached_property
     def start(self) -> Any:
         """The connection's parameters at the start."""
-        return self.connection.init(jax.random.key(self.seed), self.unit_count, self.width)
+        init = lambda key: self.connection.init(key, self.unit_count, self.width)  # noqa: E731
+        return compiled(init)(jax.random.key(self.seed))
 
     @cached_property
     def params(self) -> Any:
         """The start with noise on every entry, so that nothing holds only there."""
         rng = self.rng()
-        return jax.tree.map(lambda p: p + jnp.asarray(rng.normal(0, 0.1, np.shape(p)), jnp.float32), self.start)
+        noise = lambda p: np.float32(rng.normal(0, 0.1, np.shape(p)))  # noqa: E731
+        return jax.tree.map(lambda p: jnp.asarray(np.asarray(p) + noise(p)), self.start)
 
     @cached_property
     def weights(self) -> Any:
         """Of the branches, the final norm and the outputs; gains are one."""
         d, rng = self.width, self.rng()
-        draw = lambda *shape: jnp.asarray(rng.normal(0, shape[-2] ** -0.5, shape), jnp.float32)  # noqa: E731
+        draw = lambda *shape: jnp.asarray(np.float32(rng.normal(0, shape[-2] ** -0.5, shape)))  # noqa: E731
 
         def branch():
             sizes = {"query": d, "key": d // HEADS * GROUPS, "value": d // HEADS * GROUPS}
             matrices = {name: draw(self.blocks, d, size) for name, size in sizes.items()}
-            return {"gain": jnp.ones((self.blocks, d)), **matrices}
+            return {"gain": jnp.asarray(np.ones((self.blocks, d), np.float32)), **matrices}
 
-        return {"first": branch(), "second": branch(), "final": jnp.ones(d), "head": draw(d, OUTPUTS)}
+        final = jnp.asarray(np.ones(d, np.float32))
+        return {"first": branch(), "second": branch(), "final": final, "head": draw(d, OUTPUTS)}
 
     @cached_property
     def e(self) -> Array:
         """The embedding [B, S, D]."""
-        return jnp.asarray(self.rng().normal(size=(BATCH, SEQUENCE, self.width)), jnp.float32)
+        return jnp.asarray(np.float32(self.rng().normal(size=(BATCH, SEQUENCE, self.width))))
 
     @cached_property
     def g(self) -> Array:
         """A cotangent [B, S, V] of the outputs."""
-        return jnp.asarray(np.random.default_rng(self.seed + 1).normal(size=(BATCH, SEQUENCE, OUTPUTS)), jnp.float32)
+        rng = np.random.default_rng(self.seed + 1)
+        return jnp.asarray(np.float32(rng.normal(size=(BATCH, SEQUENCE, OUTPUTS))))
 
     def stack(self, **options) -> Stack:
         return stack_of(self.connection, self.blocks, **options)
@@ -192,7 +197,7 @@ class Setting:
 
         def draw(path, leaf):
             gain = jax.tree_util.keystr(path[-1:], simple=True).endswith("gain")
-            return jnp.asarray(rng.normal(1.0 * gain, 0.1 if gain else self.width**-0.5, leaf.shape), jnp.float32)
+            return jnp.asarray(np.float32(rng.normal(gain, 0.1 if gain else self.width**-0.5, leaf.shape)))
 
         params = jax.tree_util.tree_map_with_path(draw, shapes)
         params["stack"]["connection"] = self.params
