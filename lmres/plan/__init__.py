@@ -9,6 +9,5 @@ what it sends, ``buffers`` what it holds and moves; ``roofline`` the bound; ``pl
 ``estimate`` guesses without compiling, ``advice`` and ``search`` use that to find what fits; ``report`` prints.
 ``growth`` plans one step at ever larger sizes and keeps what it finds, ``growth_report`` makes tables and series of it.
 
-May import: experiment.bench (the shape of a batch), analysis (series to draw), generate, train, model, residual, flow,
-sharding; jax. Used by the command line.
+May import: analysis (series to draw), generate, train, model, residual, flow, sharding; jax. Used by the command line.
 """

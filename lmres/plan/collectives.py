@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lmres.plan.hlo import Instruction, Module
+from lmres.plan.hlo import Instruction, Module, Shape
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 BETWEEN = " between slices"
@@ -32,18 +32,25 @@ _SHARE = {"all-gather": 1, "all-reduce": 2, "reduce-scatter": 1, "all-to-all": 1
 class Collective:
     """One collective of the module.
 
-    times: it runs in a step. bytes: of the array each time (see above). sent: bytes each device sends each time, at
-    least. group: devices that take part together. far: of ``sent``, what must leave the host (GPUs) or slice (TPUs).
+    times: it runs in a step. arrays: what is moved each time; several where collectives were joined. bytes: of them
+    (n above). sent: bytes each device sends each time, at least. group: how many devices take part together. devices:
+    those of the first group, as places in the mesh; none between slices. far: of ``sent``, what must leave the host
+    (GPUs) or slice (TPUs).
     """
 
     kind: str
     times: float
-    bytes: int
+    arrays: tuple[Shape, ...]
     sent: float
     group: int
+    devices: tuple[int, ...]
     far: float
     op_name: str
     source: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(shape.bytes for shape in self.arrays)
 
     @property
     def near(self) -> float:
@@ -89,16 +96,17 @@ def collectives(module: Module, islands: Sequence[int]) -> list[Collective]:
 
 def _collective(module, name, instruction: Instruction, kind, times, group, islands) -> Collective:
     computation = module.computations[name]
-    results = sum(shape.bytes for shape in instruction.shapes)
-    operands = sum(
-        shape.bytes
+    operands = tuple(
+        shape
         for at in range(len(instruction.operands))
         if (operand := computation.operand(instruction, at))
         for shape in operand.shapes
     )
-    if instruction.opcode.endswith("-start"):  # its result is (operands, results), or the results alone
-        results = max(results - operands, operands) if kind != "all-gather" else results - operands or operands
-    size = operands if kind in ("reduce-scatter", "all-to-all") else results
+    results, given = instruction.shapes, len(operands)
+    if instruction.opcode.endswith("-start") and len(results) >= 2 * given:
+        results = results[given : 2 * given]  # of (operands, results, ...); else they are the results alone
+    arrays = operands if kind in ("reduce-scatter", "all-to-all") else results
+    size = sum(shape.bytes for shape in arrays)
     count = max(len(group), 1)
     share = (count - 1) / count * _SHARE[kind] if kind in _SHARE else float(count > 1)
     here = [islands[device] for device in group]
@@ -109,16 +117,18 @@ def _collective(module, name, instruction: Instruction, kind, times, group, isla
         far = size * _SHARE[kind] * (spans - 1) / spans * (1 if kind == "all-to-all" else spans / count)
     elif spans > 1:
         far = float(size)
-    return Collective(kind, times, size, size * share, count, far, instruction.op_name, module.source(instruction))
+    source = module.source(instruction)
+    return Collective(kind, times, arrays, size * share, count, tuple(group), far, instruction.op_name, source)
 
 
 def _between(module, name, instruction: Instruction, kind, times, islands) -> Collective:
     """What a slice hands to the others; the device's part of it."""
     operand = module.computations[name].operand(instruction, 0)
-    size = sum(shape.bytes for shape in operand.shapes) if operand else instruction.shapes[0].bytes
+    arrays = operand.shapes if operand else instruction.shapes[:1]
     slices = len(set(islands))
-    far = size * _SHARE.get(kind, 1) * (slices - 1) / slices
-    return Collective(kind + BETWEEN, times, size, far, slices, far, instruction.op_name, module.source(instruction))
+    far = sum(shape.bytes for shape in arrays) * _SHARE.get(kind, 1) * (slices - 1) / slices
+    source = module.source(instruction)
+    return Collective(kind + BETWEEN, times, arrays, far, slices, (), far, instruction.op_name, source)
 
 
 def first_group(instruction: Instruction, devices: int) -> list[int]:

@@ -111,7 +111,7 @@ def make_plan(setting: Setting, topology: Topology, devices: list[Any], buffers:
         "lower_seconds": lowered_at - started, "notes": _notes(setting, topology),
     }  # fmt: skip
     try:
-        with _nothing_cached():
+        with nothing_cached():
             compiled = lowered.compile()
     except JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -186,7 +186,7 @@ def _first_lines(text: str, count: int = 3) -> str:
 
 
 @contextlib.contextmanager
-def _nothing_cached() -> Iterator[None]:
+def nothing_cached() -> Iterator[None]:
     """jax's compilation cache cannot read back a program for a machine that is not here, and warns each time: keep
     such programs out of it."""
     key = "jax_persistent_cache_min_compile_time_secs"

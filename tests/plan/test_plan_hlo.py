@@ -139,6 +139,23 @@ def test_collectives_are_counted_by_kind(module):
     assert (gather.count, gather.bytes, gather.sent) == (15, 15 * 2 * ROW, 15 * ROW)  # half of the result is there
     assert (reduce.count, reduce.bytes, reduce.sent) == (1, ROW, 2 * ROW * 3 / 4)
     assert {c.group for c in found} == {2, 4} and all(c.far == 0 for c in found)
+    assert {(c.devices, *map(str, c.arrays)) for c in found} == {((0, 1), "f32[8,256]"), ((0, 1, 2, 3), "f32[4,256]")}
+
+
+@pytest.mark.parametrize(
+    ("line", "arrays"),
+    [
+        ("(f32[4,256], f32[8,256]) all-gather-start(%x), dimensions={0}", ["f32[8,256]"]),
+        ("f32[4,256] all-reduce-start(%x), to_apply=%add", ["f32[4,256]"]),
+        ("(f32[4,256], f32[4,256]) all-reduce(%x, %same), to_apply=%add", ["f32[4,256]"] * 2),
+        ("(f32[4,256], f32[4,256], u32[], u32[]) collective-permute-start(%x)", ["f32[4,256]"]),
+        ("f32[2,256] reduce-scatter(%x), dimensions={0}, to_apply=%add", ["f32[4,256]"]),
+    ],
+)
+def test_arrays_of_collectives_are_those_that_are_sent(line, arrays):
+    text = TEXT.replace("  %near = ", f"  %new = {line}, replica_groups=[4,2]<=[8]\n  %near = ")
+    (new,) = [c for c in collectives(Module(text), [0] * 8) if c.times == 1 and c.group == 2]
+    assert [str(shape) for shape in new.arrays] == arrays
 
 
 def test_what_leaves_a_host_is_told_apart(module):
