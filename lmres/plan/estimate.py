@@ -8,7 +8,7 @@ Per device, with t = tokens of a micro-batch on it, D width, b bytes of a number
                  "none" all that a block computes; "offload" keeps on the device what "full" does
     transient    scores of one block's attention, one block's activations, copies of the connection's state (t D times
                  the bytes in ``_COPIES`` for each of its s vectors, where there is more than one), the block's gathered
-                 weights, logits (3 copies), and on TPUs the output head, its gradient and the embedding, whole
+                 weights, logits (3 copies), and on TPUs the output head, the embedding and their gradients
 
 The time is a bound like ``roofline``'s: memory is that of the weights, of attention's scores (read or written about
 three times in each pass) and of the connection (as often as ``_UNFUSED``), network what FSDP, data, tensor and sequence
@@ -36,9 +36,10 @@ _SCORES = 12  # bytes per score: float32 twice and the model's dtype twice, of w
 # Bytes per number of the state: that many copies of streams in float32 are alive at once in a block's backward pass,
 # which GPUs' compiler fuses better; of a growing history its reads and their gradients.
 _COPIES = {"tpu": 64, "cuda": 16}
-_HISTORY = 12
-_TABLES = {"tpu": 8, "cuda": 0}  # bytes per number of the output head: 2 and 4 of its gradient, 2 of the embedding
-_UNFUSED = 6  # by how much more the compilers move for a connection than if each unit were one fused kernel
+_HISTORY = 16
+# Bytes per number of the output head: 2, and 4 of its gradient; likewise the embedding.
+_TABLES = {"tpu": 12, "cuda": 0}
+_UNFUSED = 6  # how many times as much the compilers move for a connection as one fused kernel per unit would
 
 
 @dataclasses.dataclass(frozen=True)
