@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from variants import KINDS, name
+from variants import CARRIED, FULL_MATRIX, KINDS, name
 
 import lmres.sharding as sharding
 from lmres.flow import FlowConfig
@@ -84,7 +84,7 @@ def lowered_for_a_pod(connection, **settings):
     return text, state, jax.eval_shape(step, state, batch)[0]
 
 
-@pytest.mark.parametrize("connection", KINDS, ids=name)
+@pytest.mark.parametrize("connection", CARRIED if FULL_MATRIX else KINDS, ids=name)
 def test_train_step_lowers_for_a_pod_that_is_not_here(connection):
     """Contract: states and parameters divide, shardings agree."""
     text, state, new_state = lowered_for_a_pod(connection)

@@ -1,5 +1,7 @@
 """The connections that tests run over, and how to move parameters away from their start."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,8 @@ from lmres.residual import (
 )
 
 EPS = 1e-12
+# Whether steps are lowered and compiled for every connection x machine that is not here, which takes long.
+FULL_MATRIX = bool(os.environ.get("LMRES_FULL_MATRIX"))
 
 # One of each mechanism, for expensive tests: fixed states, histories, blocks as units, several inputs, keys and values
 # that are lent, norms of its own.
@@ -115,6 +119,17 @@ ALL = [
 
 # One of each kind.
 MEMBERS = list({c.kind: c for c in reversed([*KINDS, *ALL])}.values())[::-1]
+
+# And with options that change what is carried and sent: depth blocks, heads, other norms, shifted and earlier reads.
+CARRIED = [
+    *MEMBERS,
+    Plain(norm="sandwich"),
+    AttentionResiduals(block=2),
+    AttentionResiduals(heads=2),
+    DeltaAttentionResiduals(block=2, heads=2),
+    MHC(reads="previous"),
+    LAuReL(rank=2, previous=3),
+]
 
 
 def slow_but(fast, connections):
