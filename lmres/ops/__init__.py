@@ -9,6 +9,7 @@ May import: jax and numpy only.
 
 from lmres.ops.depth import Span, depth_softmax, weighted_sum, weighted_sums, weighted_sums_back
 from lmres.ops.heads import mix_heads, mix_heads_back
+from lmres.ops.indexing import put, put_window, take, take_window
 from lmres.ops.norm import normed_projection, rms_norm, rms_scale, stat_dtype
 from lmres.ops.sinkhorn import sinkhorn
 from lmres.ops.streams import add_to_streams, combine_streams, mix_streams
@@ -22,10 +23,14 @@ __all__ = [
     "mix_heads_back",
     "mix_streams",
     "normed_projection",
+    "put",
+    "put_window",
     "rms_norm",
     "rms_scale",
     "sinkhorn",
     "stat_dtype",
+    "take",
+    "take_window",
     "weighted_sum",
     "weighted_sums",
     "weighted_sums_back",

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from lmres.ops.indexing import put, take
 from lmres.ops.norm import stat_dtype
 
 
@@ -62,7 +63,7 @@ def _weighted_sums(several: list[Array], slots: Array, span: Span) -> Array:
     def walk(several, slots, span):
         def body(t, totals):
             m = span.first + span.stride * t
-            return totals + _at_slot(several, m, shape) * _at(slots, m).astype(totals.dtype)
+            return totals + _at_slot(several, m, shape) * take(slots, m).astype(totals.dtype)
 
         return jax.lax.fori_loop(0, span.count, body, jnp.zeros(shape, several[0].dtype))
 
@@ -100,11 +101,11 @@ def weighted_sums_back(
         def body(t, found):
             dots, g_slots = found
             m = span.first + span.stride * t
-            new = [_dot(g, _at(slots, m), w) for w in several]
-            dots = [jax.lax.dynamic_update_index_in_dim(d, x, m, 1) for d, x in zip(dots, new)]
+            new = [_dot(g, take(slots, m), w) for w in several]
+            dots = [put(d, x, m, 1) for d, x in zip(dots, new)]
             more = jnp.sum(_at_slot(several, m, g.shape) * g, axis=0)
-            slot = _at(g_slots, m) + more.astype(g_slots.dtype)
-            return dots, jax.lax.dynamic_update_index_in_dim(g_slots, slot, m, 0)
+            slot = take(g_slots, m) + more.astype(g_slots.dtype)
+            return dots, put(g_slots, slot, m, 0)
 
         return jax.lax.fori_loop(0, span.count, body, ([jnp.zeros_like(w) for w in several], g_slots))
 
@@ -136,11 +137,7 @@ def _total(several: Sequence[Array], shape: tuple[int, ...]) -> Array:
 
 def _at_slot(several: Sequence[Array], m: Array, shape: tuple[int, ...]) -> Array:
     """The sum of the weights of slot ``m``, with axes that broadcast to ``shape`` [R, B, S, D]."""
-    return _total([_at(w, m, 1) for w in several], shape)
-
-
-def _at(x: Array, m: Array, axis: int = 0) -> Array:
-    return jax.lax.dynamic_index_in_dim(x, m, axis, keepdims=False)
+    return _total([take(w, m, 1) for w in several], shape)
 
 
 def _spread(weights: Array, shape: tuple[int, ...]) -> Array:

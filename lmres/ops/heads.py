@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from lmres.ops.indexing import put, take
 from lmres.ops.norm import stat_dtype
 
 
@@ -23,7 +24,7 @@ def mix_heads(weights: Array, slots: Array, count: int | Array) -> Array:
 
     def walk(weights, slots, count):
         def body(m, total):
-            return total + jnp.einsum("hg,bsgk->bshk", weights[:, m], slots[m].astype(dtype))
+            return total + jnp.einsum("hg,bsgk->bshk", take(weights, m, 1), take(slots, m).astype(dtype))
 
         return jax.lax.fori_loop(0, count, body, jnp.zeros(slots.shape[1:], dtype))
 
@@ -33,20 +34,18 @@ def mix_heads(weights: Array, slots: Array, count: int | Array) -> Array:
     return jax.lax.platform_dependent(weights.astype(dtype), slots, count, cpu=walk, default=fused)
 
 
-def mix_heads_back(
-    g: Array, weights: Array, slots: Array, g_slots: Array, count: int | Array
-) -> tuple[Array, Array]:
+def mix_heads_back(g: Array, weights: Array, slots: Array, g_slots: Array, count: int | Array) -> tuple[Array, Array]:
     """Backward of ``mix_heads`` for the cotangent ``g`` [B, S, G, K]: (of the weights, ``g_slots`` + of the slots)."""
     dtype = stat_dtype(slots)
 
     def walk(g, weights, slots, g_slots, count):
         def body(m, found):
             g_weights, g_slots = found
-            dots = jnp.einsum("bshk,bsgk->hg", g, slots[m].astype(dtype))
-            more = jnp.einsum("hg,bshk->bsgk", weights[:, m], g)
-            g_weights = jax.lax.dynamic_update_index_in_dim(g_weights, dots, m, 1)
-            new = g_slots[m] + more.astype(g_slots.dtype)
-            return g_weights, jax.lax.dynamic_update_index_in_dim(g_slots, new, m, 0)
+            dots = jnp.einsum("bshk,bsgk->hg", g, take(slots, m).astype(dtype))
+            more = jnp.einsum("hg,bshk->bsgk", take(weights, m, 1), g)
+            g_weights = put(g_weights, dots, m, 1)
+            new = take(g_slots, m) + more.astype(g_slots.dtype)
+            return g_weights, put(g_slots, new, m, 0)
 
         return jax.lax.fori_loop(0, count, body, (jnp.zeros_like(weights), g_slots))
 

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from lmres.ops import take
 from lmres.residual.interface import History, read_unit, ways_at
 
 
@@ -158,8 +159,7 @@ def _write_vjp(stack, params_l, slots, g_slots, g_carry, l):
     _, emit_vjp = jax.vjp(lambda carry, y: connection.emit(carry, y, l)[1:], *zeros)
 
     def through_keys():
-        take = lambda buffer: jax.lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)  # noqa: E731
-        g_entry, value = jax.tree.map(take, g_slots), jax.tree.map(take, slots["value"])
+        g_entry, value = jax.tree.map(lambda buffer: take(buffer, slot), (g_slots, slots["value"]))
         _, keys_vjp = jax.vjp(lambda p, value: connection.keys({**params_l, **p}, value), used, value)
         g_params, g_value = keys_vjp({name: g for name, g in g_entry.items() if name != "value"})
         return g_params, jax.tree.map(jnp.add, g_entry["value"], g_value)

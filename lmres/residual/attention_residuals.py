@@ -19,10 +19,9 @@ read with k slots; k + 3 vectors moved per sub-layer, k + 4 in the block form.
 import dataclasses
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 
-from lmres.ops import weighted_sum
+from lmres.ops import take_window, weighted_sum
 from lmres.residual.depth_attention import DepthAttention
 from lmres.residual.interface import Axes, Cost, History
 
@@ -70,7 +69,7 @@ class AttentionResiduals(DepthAttention):
         valid = jnp.arange(count) <= l // self.block
         if self.block == 1:
             return [self.softmax(logits, valid)[None]], ()
-        query = jax.lax.dynamic_slice_in_dim(self.queries(params_l), l, 1, 0)
+        query = take_window(self.queries(params_l), l, 1)
         logits = jnp.concatenate([logits, self.project(query, seen["carry"])])
         weights = self.softmax(logits, jnp.append(valid, l % self.block != 0))
         return [weights[None, :-1]], weights[-1]

@@ -41,6 +41,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from lmres.ops import put
+
 Params = dict[str, Any]
 State = Any
 Context = Any
@@ -267,11 +269,7 @@ class AppendOnly(Connection):
     def write(self, params_l: Params | None, state: History, context: Context, y: Array, l: Index) -> History:
         slot, value, carry = self.emit(state.carry, y, l)
         entry = self._entry(params_l, value, l)
-        slots = jax.tree.map(
-            lambda buffer, v: jax.lax.dynamic_update_index_in_dim(buffer, v.astype(buffer.dtype), slot, 0),
-            state.slots,
-            entry,
-        )
+        slots = jax.tree.map(lambda buffer, v: put(buffer, v.astype(buffer.dtype), slot, 0), state.slots, entry)
         return History(slots, carry)
 
     def output_like(self, slots: Any, carry: Any) -> Any:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lmres.ops import mix_heads, mix_heads_back, stat_dtype
+from lmres.ops import mix_heads, mix_heads_back, stat_dtype, take
 from lmres.residual.interface import AppendOnly, Axes, Cost, Exchange, History, Lent, Mix, without_empty
 from lmres.residual.key_values import HEADS, KeyValueHeads
 
@@ -104,7 +104,7 @@ class LIMe(KeyValueHeads, AppendOnly):
         at = jnp.where((layer <= l) & (l > 0), at, router.shape[1])
         weights = jnp.take(router, at, axis=1, mode="fill", fill_value=0) if count > 1 else jnp.zeros((1, *at.shape))
         weights = jnp.broadcast_to(weights, (2, *at.shape)).astype(dtype)
-        own = jnp.where(l == 0, jnp.eye(g, dtype=dtype), jax.lax.dynamic_index_in_dim(weights, l, 2, keepdims=False))
+        own = jnp.where(l == 0, jnp.eye(g, dtype=dtype), take(weights, l, 2))
         return jnp.where(layer < l, weights, 0), own
 
     def read(self, params_l, state, l, context=None):

@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from lmres.ops import rms_scale, stat_dtype
+from lmres.ops import rms_scale, stat_dtype, take_window
 from lmres.residual.interface import Axes, Connection, Cost, check_not_negative
 
 
@@ -129,7 +129,7 @@ class ResidualMatrix(Connection):
         return self._store(params["shared"]["open_keys"], e)
 
     def read(self, params_l, state, l, context=None, ways=1):
-        keys = jax.lax.dynamic_slice_in_dim(params_l["read_keys"], self._first_keys(l), ways)
+        keys = take_window(params_l["read_keys"], self._first_keys(l), ways)
         x = self._retrieve(keys, params_l["gain"], state)
         return (x[0] if ways == 1 else tuple(x)), ()
 

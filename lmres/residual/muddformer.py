@@ -26,17 +26,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lmres.ops import Span, normed_projection, rms_scale, weighted_sums
+from lmres.ops import Span, normed_projection, rms_scale, take, take_window, weighted_sums
 from lmres.residual.interface import Axes, Cost, History, check_not_negative
 from lmres.residual.weighted import WeightedReads
 
 _GELU_FLOPS = 68.0  # of one exact GELU: XLA's erfc is a polynomial
 
 
-def _entries(flat, at, valid, other=0):
-    """``flat[at]`` where ``valid``, ``other`` elsewhere."""
-    at = flat.at[jnp.where(valid, at, 0)]
-    return jnp.where(valid, at.get(mode="promise_in_bounds", wrap_negative_indices=False), other)
+_WINDOWS = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,))
+
+
+def _windows(flat, starts, size):
+    """``flat[start : start + size]`` of each of the starts [R], as [R, size]; none may end beyond ``flat``."""
+    return jax.lax.gather(flat, starts[:, None], _WINDOWS, (size,), mode="promise_in_bounds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ class MUDDFormer(WeightedReads):
         else:
             a, gain = self._rows(params_l, seen["newest"], l, ways, count), ()
             if self.norm == "prepost":
-                gain = jax.lax.dynamic_slice_in_dim(params_l["gain"], ways * jnp.maximum(l - 1, 0), ways)
+                gain = take_window(params_l["gain"], ways * jnp.maximum(l - 1, 0), ways)
                 gain = jnp.where(l > 0, gain, 0)
         return self._normed(a, seen, gain)
 
@@ -130,18 +132,20 @@ class MUDDFormer(WeightedReads):
         column = jnp.arange(count)
         valid = (column <= l) & (l > 0)
         sizes = np.array([(0, 0), *((c * n, c * n * units) for c, n, units in self._readers(count - 1))])
-        first, before = jnp.asarray(np.cumsum(sizes[:-1], 0) - sizes[:-1], jnp.int32)[l]
-        row = jnp.arange(ways)[:, None] * (l + 1) + column
-        a = _entries(params_l["bias"], first + row, valid, column == 0)  # before the first block all ways are e
+        first, before = take(jnp.asarray(np.cumsum(sizes[:-1], 0) - sizes[:-1], jnp.int32), l)
+        # Windows as wide as the last block's rows, after which come the readout's: none ends beyond the array. What
+        # they hold of later rows is masked, and later hidden units meet zeros in W2.
+        way = jnp.arange(ways)[:, None]
+        a = _windows(params_l["bias"], first + way[:, 0] * (l + 1), count)
+        a = jnp.where(valid, a, column == 0)  # before the first block all ways are e
         if self.dynamic == "static":
             return a
-        # As many hidden units as the last block has, after whose come the readout's: no window ends beyond the array.
-        # The units in it that are the next readers' meet zeros in W2.
-        unit = jnp.arange(ways * (count - 1))
-        w1 = jax.lax.dynamic_slice_in_dim(params_l["w1"], first, len(unit))
-        entry = before + row[..., None] * (ways * (l + 1)) + unit
-        w2 = _entries(params_l["w2"], entry, valid[:, None] & (unit < ways * (l + 1)))
-        return self._moving(newest, w1, w2.reshape(-1, len(unit)), a)
+        units, unit = ways * (l + 1), jnp.arange(ways * (count - 1))
+        w1 = take_window(params_l["w1"], first, len(unit))
+        row = jnp.where(valid, before + (way * (l + 1) + column) * units, 0)
+        w2 = _windows(params_l["w2"], row.reshape(-1), len(unit))
+        w2 = jnp.where(jnp.tile(valid, ways)[:, None] & (unit < units), w2, 0)
+        return self._moving(newest, w1, w2, a)
 
     def _moving(self, newest, w1, w2, a):
         """A [C, M, B, S] from w1 [K, D], w2 [C M, K] and a [C, M]."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from lmres.ops import Span, weighted_sums, weighted_sums_back
+from lmres.ops import Span, put, put_window, take, take_window, weighted_sums, weighted_sums_back
 from lmres.residual.interface import AppendOnly, Index, Params
 
 Seen = dict[str, Any]
@@ -68,9 +68,9 @@ class WeightedReads(AppendOnly):
     def _seen(self, slots: Any, carry: Any, l: Index, ways: int) -> Seen:
         found = {}
         if "newest" in self.sees:
-            found["newest"] = jax.lax.dynamic_index_in_dim(slots["value"], l, 0, keepdims=False)
+            found["newest"] = take(slots["value"], l)
         if "logits" in self.sees and "logits" in slots:
-            found["logits"] = jax.lax.dynamic_slice_in_dim(slots["logits"], self.reader(l), self.rows(ways), 1)
+            found["logits"] = take_window(slots["logits"], self.reader(l), self.rows(ways), 1)
         if "scale" in self.sees and "scale" in slots:
             found["scale"] = slots["scale"]
         if "carry" in self.sees:
@@ -103,12 +103,12 @@ class WeightedReads(AppendOnly):
             g_params, g_seen = jax.tree.map(jnp.add, (g_params, g_seen), (g_more, g_seen_more))
             g_slots = {**g_slots, "value": g_values}
             if "newest" in g_seen:
-                new = jax.lax.dynamic_index_in_dim(g_values, l, 0, keepdims=False) + g_seen["newest"]
-                g_slots["value"] = jax.lax.dynamic_update_index_in_dim(g_values, new, l, 0)
+                new = take(g_values, l) + g_seen["newest"]
+                g_slots["value"] = put(g_values, new, l, 0)
             if "logits" in g_seen:
                 rows, first = g_slots["logits"], self.reader(l)
-                new = jax.lax.dynamic_slice_in_dim(rows, first, self.rows(ways), 1) + g_seen["logits"]
-                g_slots["logits"] = jax.lax.dynamic_update_slice_in_dim(rows, new, first, 1)
+                new = take_window(rows, first, self.rows(ways), 1) + g_seen["logits"]
+                g_slots["logits"] = put_window(rows, new, first, 1)
             if "scale" in g_seen:
                 g_slots["scale"] = g_slots["scale"] + g_seen["scale"]
             g_carry = g_seen["carry"] if "carry" in g_seen else jax.tree.map(jnp.zeros_like, state.carry)
