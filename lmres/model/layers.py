@@ -122,7 +122,7 @@ class RMSNorm(nn.Module):
         gain = self.param("gain", lambda _: jnp.ones(shape, jnp.float32))
         if self.ways == 1:
             return rms_norm(x, gain, self.eps)
-        return tuple(rms_norm(each, gain[way], self.eps) for way, each in enumerate(x))
+        return tuple(rms_norm(jnp.stack(x), gain[:, None, None], self.eps))  # together: a third as much to compile
 
 
 class SubLayer(nn.Module):
