@@ -102,9 +102,7 @@ def numbers(shape: Shape) -> int:
 
 
 def tokens_of(shape: Shape) -> int:
-    """How many of an array's axes are of tokens. Gradients that were joined into one long vector have none."""
-    if len(shape.sizes) == 1 and shape.sizes[0] > 2 * TOKENS:
-        return 0
+    """How many of an array's axes are of tokens."""
     return sum(size % TOKENS == 0 for size in shape.sizes)
 
 
@@ -137,7 +135,9 @@ def sent(step: Step) -> Sent:
             size = one.times * numbers(shape) * (2 if "all-reduce" in one.kind else 1)
             if axes == "slices":
                 total.between += size / 2
-            if tokens_of(shape):
+            # Gradients that were joined into one vector may have any length; they go over the parts of the batch.
+            joined = len(shape.sizes) == 1 and axes not in ("tensor", "sequence")
+            if tokens_of(shape) and not joined:
                 total.activations[axes] += size
             elif one.kind == "all-gather" and set(axes.split("+")) <= {"fsdp", "sequence"}:
                 total.gathered += size
