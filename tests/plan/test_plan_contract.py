@@ -19,7 +19,6 @@ from lmres.plan.hlo import Shape
 from lmres.residual import (
     MHC,
     AttentionResiduals,
-    DenseFormer,
     LIMe,
     MUDDFormer,
     Plain,
@@ -31,7 +30,7 @@ from lmres.residual.interface import Axes
 SOME = {
     "v5p pod": [Plain(), RecentDeepCrossAttention(), LIMe()],
     "v5e slices": [Plain(), AttentionResiduals()],
-    "16 h200": [Plain(), MHC(), MUDDFormer(), DenseFormer()],
+    "16 h200": [Plain(), MHC(), MUDDFormer()],
 }
 PAIRS = [(machine, c) for machine, some in SOME.items() for c in (CARRIED if FULL_MATRIX else some)]
 
