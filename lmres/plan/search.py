@@ -1,7 +1,9 @@
 """A mesh and a policy that fit and are cheapest by the bound.
 
 All candidates are estimated, which is cheap; the most promising few are compiled, one after the other. Each compiled
-one corrects the memory estimate of the rest, so a guess that was too low is made once.
+one corrects the memory estimate of the rest, so a guess that was too low is made once, and the bound of those that
+split tokens and heads in the same way under the same policy, so that no more of them are compiled for a guess that was
+too fast.
 """
 
 import dataclasses
@@ -10,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lmres.plan.advice import changed, ranked, scale_of
-from lmres.plan.estimate import state_shapes
+from lmres.plan.estimate import Estimate, state_shapes
 from lmres.plan.lowering import Setting
 from lmres.plan.machines import HEADROOM
 from lmres.plan.planning import Plan, make_plan
@@ -53,16 +55,22 @@ def search(
             f"no mesh of {topology.size} devices divides train.batch_size={setting.train.batch_size}, model.heads, "
             "model.kv_heads, model.width and model.vocab_size; change one of them"
         )
-    total, scale, tried = len(waiting), MARGIN, []
+    total, scale, tried, slower = len(waiting), MARGIN, [], {}
+
+    def told(pair: tuple[dict[str, Any], Estimate], seconds: float) -> float:
+        """Seconds of a candidate, corrected."""
+        return seconds * slower.get(_family(pair[0]), 1.0)
+
     limit = topology.machine.memory * (1 - HEADROOM)
     stopped = "every candidate that is estimated to fit was compiled"
     while waiting:
-        at = next((i for i, (_, guess) in enumerate(waiting) if guess.peak * scale <= limit), None)
-        if at is None:
+        fitting = [pair for pair in waiting if pair[1].peak * scale <= limit]
+        if not fitting:
             break
         best = _best(tried)
-        changes, guess = waiting.pop(at)
-        if best is not None and guess.seconds >= best[1].bound.seconds:
+        changes, guess = min(fitting, key=lambda pair: told(pair, pair[1].order))
+        waiting.remove((changes, guess))
+        if best is not None and told((changes, guess), guess.seconds) >= best[1].bound.seconds:
             stopped = "no other candidate is estimated to be faster"
             break
         if len(tried) >= compiles:
@@ -80,8 +88,15 @@ def search(
         limit = plan.memory.limit
         if not plan.fits:  # of one that fits nothing needs to be learnt, and another policy may be estimated better
             scale = max(scale, scale_of(plan, guess))
+        if plan.bound is not None:
+            slower[_family(changes)] = plan.bound.seconds / guess.seconds
         tell(f"  {plan.memory.peak / 2**30:.1f} GiB, {'fits' if plan.fits else 'does not fit'}")
     return Found(tried, _best(tried), total, stopped)
+
+
+def _family(changes: dict[str, Any]) -> tuple[Any, ...]:
+    """What estimates of time are alike wrong for."""
+    return tuple(changes[key] for key in ("mesh.sequence", "mesh.tensor", "model.remat"))
 
 
 def _best(tried: list[tuple[dict[str, Any], Plan]]) -> tuple[dict[str, Any], Plan] | None:

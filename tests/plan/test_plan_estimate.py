@@ -169,25 +169,46 @@ def test_a_refusal_s_numbers_are_read(text, found):
     assert told_memory(text, GIB, 16 * GIB) == found
 
 
+@pytest.fixture
+def searched(monkeypatch):
+    """``searched(name, factors, slower)``: what a search finds for a config on 256 v5e, where it does not fit as it is.
+
+    factors: the compiler's peaks over the estimates, in turn. slower: its bounds over them, by ``mesh.sequence``.
+    """
+
+    def run(name, factors, slower=lambda sequence: 1.0):
+        config = load_config(CONFIGS / f"{name}.yaml")
+        setting = dataclasses.replace(SETTING, **{part: getattr(config, part) for part in PARTS})
+        topology, shapes, coming = parse_topology("v5e:16x16"), state_shapes(setting), iter(factors)
+        room = topology.machine.memory * 0.95
+        assert estimate(setting, topology, shapes).peak > room
+
+        def compiled(asked, *_):
+            guess = estimate(asked, topology, shapes)
+            plan = refused(round(guess.peak * next(coming)))
+            memory = dataclasses.replace(plan.memory, limit=room)
+            bound = dataclasses.replace(BOUND, seconds=guess.seconds * slower(asked.mesh.sequence))
+            return dataclasses.replace(plan, setting=asked, memory=memory, bound=bound, refused=None)
+
+        monkeypatch.setattr(lmres.plan.search, "make_plan", compiled)
+        found = lmres.plan.search.search(setting, topology, [], compiles=len(factors))
+        assert found.best is not None and found.best[1].memory.peak <= room
+        assert found.best[1].setting.train.batch_size == config.train.batch_size
+        assert found.best[1].bound.seconds == min(plan.bound.seconds for _, plan in found.tried if plan.fits)
+        return found
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("name", "factors"), [("7b-mhc", (1.0,)), ("70b-plain", (1.3, 1.1)), ("70b-attnres", (1.25, 1.3, 1.0))]
 )
-def test_a_search_ends_with_what_fits(monkeypatch, name, factors):
-    """On 256 v5e, where none of these fits as it is. factors: the compiler's peaks over the estimates, in turn."""
-    config = load_config(CONFIGS / f"{name}.yaml")
-    setting = dataclasses.replace(SETTING, **{part: getattr(config, part) for part in PARTS})
-    topology, shapes, coming = parse_topology("v5e:16x16"), state_shapes(setting), iter(factors)
-    room = topology.machine.memory * 0.95
-    assert estimate(setting, topology, shapes).peak > room
+def test_a_search_ends_with_what_fits(searched, name, factors):
+    assert 1 <= len(searched(name, factors).tried) <= len(factors)
 
-    def compiled(asked, *_):
-        guess = estimate(asked, topology, shapes)
-        plan = refused(round(guess.peak * next(coming)))
-        memory = dataclasses.replace(plan.memory, limit=room)
-        bound = dataclasses.replace(BOUND, seconds=guess.seconds)
-        return dataclasses.replace(plan, setting=asked, memory=memory, bound=bound, refused=None)
 
-    monkeypatch.setattr(lmres.plan.search, "make_plan", compiled)
-    found = lmres.plan.search.search(setting, topology, [], compiles=len(factors))
-    assert found.best is not None and found.best[1].memory.peak <= room
-    assert found.best[1].setting.train.batch_size == config.train.batch_size
+def test_a_search_leaves_a_way_of_splitting_that_is_slower_than_estimated(searched):
+    found = searched("7b-mhc", (1.0, 1.0, 1.0), lambda sequence: 2.5 if sequence == 4 else 1.0)
+    ways = [tuple(changes[f"mesh.{axis}"] for axis in ("sequence", "tensor")) for changes, _ in found.tried]
+    assert ways[0] == (4, 1) and (4, 1) not in ways[1:]
+    assert found.best[0]["mesh.sequence"] != 4
