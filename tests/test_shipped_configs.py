@@ -16,6 +16,7 @@ from lmres.config import check_config, load_compare, load_config
 from lmres.experiment.bench import label
 from lmres.model import Transformer
 from lmres.plan.lowering import device_bytes
+from lmres.plan.machines import MACHINES
 from lmres.sharding import AXES, mesh_sizes
 from lmres.train.flops import flops_per_token
 from lmres.train.optimizer import is_decayed, kind_of, make_optimizer
@@ -35,8 +36,11 @@ def runs(path):
     return [(path.stem, load_config(path))]
 
 
-def dump(name, config):
-    """Lines that say what the config builds, sharded on a mesh of 2 x 2 x 2, and of a pod's on its own mesh."""
+def dump(name, config, whole=True):
+    """Lines that say what the config builds, sharded on a mesh of 2 x 2 x 2, and of a pod's on its own mesh.
+
+    whole: False leaves out what is that of the config it includes.
+    """
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 258)  # 258: splits in two
     built = Transformer(model, config.residual, flow=config.flow)
     params, train = abstract_params(built), config.train
@@ -46,14 +50,21 @@ def dump(name, config):
     yield f"{name}: {label(config.residual, config.flow)}, {count(params):,} parameters"
     tokens = train.batch_size * model.context
     yield f"  model FLOPs: {flops:,.0f} per token, {flops * tokens:.6e} per step of {tokens:,} tokens"
-    yield held(state)
+    if whole:
+        yield held(state)
     if name.startswith(POD):
-        yield held(abstract_state(built, optimizer, mesh_of(mesh_sizes(config.mesh, 256))))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state["params"]):
+        yield held(abstract_state(built, optimizer, mesh_of(mesh_sizes(config.mesh, devices(name)))))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state["params"]) if whole else ():
         where = jax.tree_util.keystr(path, simple=True, separator="/")
         split = ", ".join(str(axis) for axis in leaf.sharding.spec)
         decay = "decayed" if is_decayed(path, config.residual.no_decay) else "not decayed"
         yield f"  {where} {leaf.dtype}{list(leaf.shape)} {kind_of(path).role}, {decay}, split ({split})"
+
+
+def devices(name):
+    """Of the machine that a config of ``configs/on`` is for (64 of ``7b-mhc-h200-64``), or 256."""
+    words = name.split("-")
+    return int(words[-1]) if words[-1].isdigit() and words[-2] in MACHINES else 256
 
 
 def mesh_of(sizes):
@@ -73,7 +84,7 @@ def test_shipped_config_is_as_reviewed(path):
     lines = []
     for name, config in runs(path):
         check_config(config)
-        lines += dump(name, config)
+        lines += dump(name, config, whole=path.parent.name != "on")
     text = "\n".join(lines) + "\n"
     golden = DUMPS / f"{path.relative_to(ROOT / 'configs').with_suffix('').as_posix().replace('/', '_')}.txt"
     if os.environ.get("LMRES_UPDATE_DUMPS"):
