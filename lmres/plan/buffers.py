@@ -142,13 +142,20 @@ def _in_place(module: Module, computation: Computation, instruction: Instruction
     if "output_to_operand_aliasing" in instruction.rest:
         return True
     fused = _fused(module, instruction)
-    return fused is not None and _updates(fused, fused.root)
+    return fused is not None and _update_bytes(module, fused, fused.root) is not None
 
 
-def _updates(fused: Computation, root: Instruction | None) -> bool:
-    while root is not None and root.opcode in ("bitcast", "convert", "copy"):
-        root = fused.operand(root, 0)
-    return root is not None and root.opcode == "dynamic-update-slice"
+def _update_bytes(module: Module, fused: Computation, value: Instruction | None) -> float | None:
+    """The bytes of the slice, where a value of a fusion is an array of which only a slice is new; else None."""
+    while value is not None and value.opcode in ("bitcast", "convert", "copy"):
+        value = fused.operand(value, 0)
+    inner = None if value is None else _fused(module, value)
+    if inner is not None:  # a fusion in a fusion
+        return _update_bytes(module, inner, inner.root)
+    if value is None or value.opcode != "dynamic-update-slice":
+        return None
+    update = fused.operand(value, 1)
+    return float(sum(shape.bytes for shape in update.shapes)) if update else None
 
 
 def bytes_moved(module: Module) -> float:
@@ -167,12 +174,18 @@ def bytes_moved(module: Module) -> float:
 
 
 def _written(module: Module, instruction: Instruction) -> float:
-    fused = _fused(module, instruction)
-    if fused is not None and _updates(fused, fused.root):
-        return _update_bytes(fused)
     if instruction.opcode == "dynamic-update-slice":
         return 0.0  # the slice is among what is read, and counted twice there
-    return float(sum(shape.bytes for shape in _allocated(instruction)))
+    fused = _fused(module, instruction)
+    if fused is None:
+        return float(sum(shape.bytes for shape in _allocated(instruction)))
+    several = fused.root.opcode == "tuple" and len(fused.root.operands) == len(instruction.shapes)
+    values = [fused.operand(fused.root, at) for at in range(len(instruction.shapes))] if several else [fused.root]
+    total = 0.0
+    for value, shapes in zip(values, [[shape] for shape in instruction.shapes] if several else [instruction.shapes]):
+        update = _update_bytes(module, fused, value)
+        total += sum(shape.bytes for shape in shapes if shape.in_memory) if update is None else update
+    return total
 
 
 def _read(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -188,37 +201,36 @@ def _read(module: Module, computation: Computation, instruction: Instruction) ->
         elif instruction.opcode in ("dynamic-slice", "gather"):
             total += float(sum(shape.bytes for shape in instruction.shapes)) if at == 0 else whole
         else:
-            total += whole if fused is None else min(whole, _read_by_fusion(fused, at, whole))
+            total += whole if fused is None else min(whole, _read_by_fusion(module, fused, at, whole))
     return total
 
 
-def _read_by_fusion(fused: Computation, at: int, whole: float) -> float:
+def _read_by_fusion(module: Module, fused: Computation, at: int, whole: float) -> float:
+    """Bytes of a fusion's operand that it reads: slices, where it only takes those, also in a fusion inside it."""
     parameter = next(
         (i for i in fused.instructions.values() if i.opcode == "parameter" and i.arguments == str(at)), None
     )
-    if parameter is None:
+    return whole if parameter is None else _read_of(module, fused, parameter.name, whole)
+
+
+def _read_of(module: Module, fused: Computation, name: str, whole: float) -> float:
+    if name == fused.root.name:
         return whole
-    users = [i for i in fused.instructions.values() if parameter.name in i.operands]
     total = 0.0
-    for user in users:
-        if user.opcode in ("dynamic-slice", "slice") and user.operands[0] == parameter.name:
-            total += sum(shape.bytes for shape in user.shapes)
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == parameter.name:
+    for user in fused.instructions.values():
+        if name not in user.operands:
             continue
-        else:
+        inner = _fused(module, user)
+        if inner is not None:
+            places = [at for at, operand in enumerate(user.operands) if operand == name]
+            total += sum(_read_by_fusion(module, inner, at, whole) for at in places)
+        elif user.opcode == "bitcast":
+            total += _read_of(module, fused, user.name, whole)
+        elif user.opcode in ("dynamic-slice", "slice") and user.operands[0] == name:
+            total += sum(shape.bytes for shape in user.shapes)
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
             return whole
     return total
-
-
-def _update_bytes(fused: Computation) -> float:
-    return float(
-        sum(
-            shape.bytes
-            for i in fused.instructions.values()
-            if i.opcode == "dynamic-update-slice" and (update := fused.operand(i, 1))
-            for shape in update.shapes
-        )
-    )
 
 
 def _short_name(op_name: str) -> str:

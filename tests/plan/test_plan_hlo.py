@@ -213,6 +213,57 @@ def test_bytes_moved_count_slices_and_loops(module):
     assert bytes_moved(module) == update + gather + ends + conditions + 3 * ROW  # and the stack, allocated
 
 
+# A row taken from a stack by a fusion inside a fusion; and one fusion that updates a row and gives something else too.
+NESTED = """HloModule nested
+
+%take (s: f32[16,4,256], i: s32[]) -> f32[4,256] {
+  %s = f32[16,4,256]{2,1,0:T(8,128)} parameter(0)
+  %i = s32[] parameter(1)
+  %slice = f32[1,4,256]{2,1,0:T(8,128)} dynamic-slice(%s, %i, %i, %i), dynamic_slice_sizes={1,4,256}
+  ROOT %taken = f32[4,256]{1,0:T(8,128)} bitcast(%slice)
+}
+
+%add_row (y: f32[4,256], all: f32[16,4,256], j: s32[]) -> f32[4,256] {
+  %y = f32[4,256]{1,0:T(8,128)} parameter(0)
+  %all = f32[16,4,256]{2,1,0:T(8,128)} parameter(1)
+  %j = s32[] parameter(2)
+  %row = f32[4,256]{1,0:T(8,128)} fusion(%all, %j), kind=kLoop, calls=%take
+  ROOT %plus = f32[4,256]{1,0:T(8,128)} add(%y, %row)
+}
+
+%put (t: f32[16,4,256], new: f32[4,256], k: s32[]) -> (f32[16,4,256], f32[4,256]) {
+  %t = f32[16,4,256]{2,1,0:T(8,128)} parameter(0)
+  %new = f32[4,256]{1,0:T(8,128)} parameter(1)
+  %k = s32[] parameter(2)
+  %one = f32[1,4,256]{2,1,0:T(8,128)} bitcast(%new)
+  %dus = f32[16,4,256]{2,1,0:T(8,128)} dynamic-update-slice(%t, %one, %k, %k, %k)
+  %minus = f32[4,256]{1,0:T(8,128)} negate(%new)
+  ROOT %both = (f32[16,4,256]{2,1,0:T(8,128)}, f32[4,256]{1,0:T(8,128)}) tuple(%dus, %minus)
+}
+
+%whole (u: f32[16,4,256]) -> f32[16,4,256] {
+  %u = f32[16,4,256]{2,1,0:T(8,128)} parameter(0)
+  ROOT %same = f32[16,4,256]{2,1,0:T(8,128)} bitcast(%u)
+}
+
+ENTRY %main (stack: f32[16,4,256], x: f32[4,256], at: s32[]) -> f32[16,4,256] {
+  %stack = f32[16,4,256]{2,1,0:T(8,128)} parameter(0)
+  %x = f32[4,256]{1,0:T(8,128)} parameter(1)
+  %at = s32[] parameter(2)
+  %sum = f32[4,256]{1,0:T(8,128)} fusion(%x, %stack, %at), kind=kLoop, calls=%add_row
+  %pair = (f32[16,4,256]{2,1,0:T(8,128)}, f32[4,256]{1,0:T(8,128)}) fusion(%stack, %sum, %at), kind=kLoop, calls=%put
+  %first = f32[16,4,256]{2,1,0:T(8,128)} get-tuple-element(%pair), index=0
+  ROOT %end = f32[16,4,256]{2,1,0:T(8,128)} fusion(%first), kind=kLoop, calls=%whole
+}
+"""
+
+
+def test_bytes_moved_look_into_fusions_of_fusions_and_of_several_results():
+    taken = (ROW + ROW + 4) + ROW  # x, the row and its place are read; the sum is written
+    put = (ROW + 4) + (ROW + ROW)  # the row and what else there is are written
+    assert bytes_moved(Module(NESTED)) == taken + put + 2 * 16 * ROW  # and all of the stack, where all is handed on
+
+
 def test_a_text_without_an_entry_is_refused():
     with pytest.raises(ValueError, match="entry"):
         Module("HloModule nothing")
