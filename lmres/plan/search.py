@@ -18,7 +18,7 @@ from lmres.plan.machines import HEADROOM
 from lmres.plan.planning import Plan, make_plan
 from lmres.plan.topology import Topology
 
-MARGIN = 1.15  # the compilers' peaks were 0.7 to 1.15 times the estimates of the shipped configs (configs/README.md)
+MARGIN = 1.2  # the compilers' peaks were 0.5 to 1.2 times the estimates of the shipped configs (configs/README.md)
 
 
 @dataclasses.dataclass(frozen=True)
