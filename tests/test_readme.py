@@ -1,5 +1,6 @@
 """What the README shows runs, and what it names exists."""
 
+import json
 import re
 import shlex
 import typing
@@ -9,6 +10,8 @@ import pytest
 from flax import nnx
 
 from lmres.cli.parsing import parse
+from lmres.plan.growth import checked
+from lmres.plan.growth_report import tables
 from lmres.residual import Residual
 from lmres.testing import CHECKS
 
@@ -91,3 +94,10 @@ def test_commands_are_understood_and_files_exist():
     assert commands >= 6
     for image in re.findall(r"\]\((\.github/[^)]+)\)", README):
         assert (ROOT / image).exists()
+
+
+def test_the_tables_of_growth_are_those_of_its_file():
+    found = checked(json.loads((ROOT / ".github/growth.json").read_text(encoding="utf-8")))
+    assert all(point["compiled"] for point in found["points"])
+    for table in tables(found):
+        assert table in section("Growth")
