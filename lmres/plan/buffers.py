@@ -100,15 +100,10 @@ def _handed_on(module: Module, computation: Computation, name: str) -> bool:
     loop = computation.operand(element, 0) if element.opcode == "get-tuple-element" else None
     if loop is None or loop.opcode != "while":
         return False
-    at = _index(element)
+    at = element.index
     body = module.computations[loop.attribute("body")]
     inner = body.operand(body.root, at)
-    return inner is not None and inner.opcode == "get-tuple-element" and _index(inner) == at
-
-
-def _index(element: Instruction) -> int:
-    found = re.search(r"index=(\d+)", element.rest)
-    return int(found[1]) if found else -1
+    return inner is not None and inner.opcode == "get-tuple-element" and inner.index == at
 
 
 def _carried(module: Module) -> dict[tuple[str, str], Instruction]:

@@ -83,6 +83,12 @@ class Instruction:
         return found[1].replace("\\'", "'") if found else ""
 
     @property
+    def index(self) -> int:
+        """The place in a tuple that a ``get-tuple-element`` takes; -1 for what is none."""
+        found = re.search(r"index=(\d+)", self.rest)
+        return int(found[1]) if found else -1
+
+    @property
     def called(self) -> list[str]:
         """Names of all computations that it refers to."""
         names = [n for key in ("calls", "to_apply", "body", "condition") if (n := self.attribute(key))]
@@ -165,7 +171,22 @@ class Module:
         }
         if len(compares) != 1 or len(bounds) != 1 or "direction=LT" not in compares[0].rest:
             return None
-        return bounds.pop()
+        return -(-bounds.pop() // self._step(loop, condition))
+
+    def _step(self, loop: Instruction, condition: Computation) -> int:
+        """By how much a loop's counter grows; more than 1 where the compiler has unrolled it."""
+        body = self.computations.get(loop.attribute("body") or "")
+        counters = {i.index for i in condition.instructions.values() if i.opcode == "get-tuple-element"}
+        if body is None or len(counters) != 1 or body.root.opcode != "tuple":
+            return 1
+        at, step = counters.pop(), 0
+        value = body.operand(body.root, at)
+        while value is not None and value.opcode in ("add", "copy", "bitcast"):
+            operands = [body.operand(value, place) for place in range(len(value.operands))]
+            constants = [i for i in operands if i is not None and i.opcode == "constant"]
+            step += sum(int(i.arguments) for i in constants)
+            value = next((i for i in operands if i not in constants), None)
+        return step if step and value is not None and value.index == at else 1
 
     def running(self) -> Iterator[tuple[Computation, Instruction, float]]:
         """(computation, instruction, times it runs) of all that is not inside a fusion."""

@@ -119,6 +119,10 @@ def test_loops_count_as_often_as_they_run(module):
     assert module.runs["outer_body"] == 3 and module.runs["inner_body"] == 15 and module.unknown_loops == 0
     known = TEXT.replace("body=%inner_body", 'body=%inner_body, backend_config={"known_trip_count":{"n":"7"}}')
     assert Module(known).runs["inner_body"] == 21
+    end = "%t.2 = (s32[]{:T(128)}, f32[4,256]{1,0:T(8,128)}) tuple(%counter.2, %part)"
+    grown = f"  %two = s32[] constant(2)\n  %next = s32[] add(%two, %counter.2)\n  ROOT {end}"
+    by_two = TEXT.replace(f"  ROOT {end}", grown.replace("tuple(%counter.2", "tuple(%next"))
+    assert Module(by_two).runs["inner_body"] == 3 * 3  # unrolled: 0, 2 and 4 are below 5
     unknown = Module(TEXT.replace("constant(5)", "constant(-5)"))
     assert unknown.unknown_loops == 1 and unknown.runs["inner_body"] == 3
 
