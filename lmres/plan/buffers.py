@@ -1,7 +1,6 @@
 """What a compiled step holds in memory beside its arguments, and what it moves to and from that memory."""
 
 import dataclasses
-import re
 
 from lmres.plan.hlo import Computation, Instruction, Module, Shape
 
