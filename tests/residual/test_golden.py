@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import AS_IN_USE
 
 from lmres.ops import sinkhorn
 from lmres.residual import run_layers
@@ -49,7 +50,7 @@ def assert_close(actual, expected, tolerance, what):
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     scale = np.max(np.abs(expected)) if expected.size else 0.0
     error = np.max(np.abs(np.asarray(actual, np.float64) - expected)) if expected.size else 0.0
-    assert error <= tolerance * max(scale, 1e-30) or error <= tolerance * 1e-2, f"{what}: {error:.2e} of {scale:.2e}"
+    assert error <= tolerance * max(scale, 1e-30) or error <= tolerance * 1e-3, f"{what}: {error:.2e} of {scale:.2e}"
 
 
 class Opened:
@@ -80,7 +81,9 @@ def test_stack_matches_reference(name, dtype):
         outputs = {"y": y, "streams": record.state}
         return sum(jnp.sum(outputs[k[7:]] * v) for k, v in arrays.items() if k.startswith("loss.w.")), (outputs, record)
 
-    (loss, (outputs, record)), grads = jax.jit(jax.value_and_grad(forward, has_aux=True))(inputs)
+    # Rounding in float32 is that of programs as they are used.
+    run = jax.jit(jax.value_and_grad(forward, has_aux=True), compiler_options=AS_IN_USE if dtype == "float32" else None)
+    (loss, (outputs, record)), grads = run(inputs)
     for key in arrays:
         if key.startswith("out."):
             assert_close(outputs[key[4:]], arrays[key], out_tolerance, key)
