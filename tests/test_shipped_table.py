@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lmres.cli.plan import train_setting
 from lmres.config import check_config, load_config
 from lmres.plan.estimate import estimate, state_shapes
-from lmres.plan.lowering import Setting
 from lmres.plan.machines import GIB, HEADROOM
 from lmres.plan.topology import parse_topology
 
@@ -38,12 +38,7 @@ SETTINGS = dict(re.findall(r"^\| \[([\w-]+)\]\(on/\1\.yaml\) \| `(.*?)` \|", REA
 
 @functools.cache
 def shapes(config):
-    return state_shapes(setting(load_config(CONFIGS / f"{config}.yaml")))
-
-
-def setting(config):
-    names = [field.name for field in dataclasses.fields(Setting) if hasattr(config, field.name)]
-    return Setting(**{name: getattr(config, name) for name in names})
+    return state_shapes(train_setting(load_config(CONFIGS / f"{config}.yaml")))
 
 
 def test_the_table_is_whole():
@@ -67,5 +62,5 @@ def test_what_fits(config, topology, link, gib):
         assert used.model == dataclasses.replace(base.model, remat=used.model.remat)
     check_config(used, machine.size)
     assert gib * GIB <= machine.machine.memory * (1 - HEADROOM)
-    guess = estimate(setting(used), machine, shapes(config)).peak / GIB
+    guess = estimate(train_setting(used), machine, shapes(config)).peak / GIB
     assert LOWEST <= gib / guess <= HIGHEST, f"{gib} GiB, estimated {guess:.1f}"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lmres.cli.errors import CommandError
 from lmres.cli.options import add_overrides, config_of, is_override
+from lmres.cli.plan import train_setting
 
 _EXAMPLE = """lmres growth configs/7b-plain.yaml configs/7b-mhc.yaml --chips 1,16,256,4096 --out growth.json
 lmres growth configs/7b-plain.yaml configs/7b-mhc.yaml --chips 256 --blocks 32,64,128,256 --out growth.json
@@ -77,7 +78,6 @@ def _wanted(args, configs: list[str]):
 
     from lmres.config import check_config
     from lmres.plan.growth import points
-    from lmres.plan.lowering import Setting
 
     if args.rows < 1:
         raise CommandError(f"--rows {args.rows} must be at least 1")
@@ -93,9 +93,7 @@ def _wanted(args, configs: list[str]):
         name = config.name or Path(path).stem
         if name in settings:
             raise CommandError(f"{path}: two configs are called {name}; give one another name")
-        settings[name] = Setting(
-            config.model, config.residual, config.flow, config.optimizer, config.schedule, config.train, config.mesh
-        )
+        settings[name] = train_setting(config)
     return points(settings, args.machine, _numbers("--chips", args.chips), blocks, args.rows)
 
 

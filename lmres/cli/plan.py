@@ -94,20 +94,27 @@ def run(args) -> int:
     return OK if plan.fits else DOES_NOT_FIT
 
 
+def train_setting(config):
+    """The sections of a config that a plan of its train step depends on."""
+    from lmres.plan.lowering import Setting
+
+    return Setting(
+        config.model, config.residual, config.flow, config.optimizer, config.schedule, config.train, config.mesh
+    )
+
+
 def setting_of(config, args, devices: int):
     """What is planned, of a config and the options."""
-    from lmres.plan.lowering import Setting
+    import dataclasses
+
     from lmres.sharding import mesh_sizes
 
     batch = args.batch
     if batch is None:
         sizes = {} if args.what == "train" else mesh_sizes(config.mesh, devices)
         batch = sizes.get("data", 1) * sizes.get("fsdp", 1)
-    return Setting(
-        model=config.model, residual=config.residual, flow=config.flow, optimizer=config.optimizer,
-        schedule=config.schedule, train=config.train, mesh=config.mesh, what=args.what, batch=batch,
-        tokens=config.model.context if args.context is None else args.context,
-    )  # fmt: skip
+    tokens = config.model.context if args.context is None else args.context
+    return dataclasses.replace(train_setting(config), what=args.what, batch=batch, tokens=tokens)
 
 
 def served(config, devices: int):

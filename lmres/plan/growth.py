@@ -15,8 +15,10 @@ import jax
 
 from lmres.plan.estimate import estimate, state_shapes
 from lmres.plan.lowering import Setting
+from lmres.plan.machines import GIB
 from lmres.plan.planning import make_plan
 from lmres.plan.report import plan_json
+from lmres.plan.roofline import ROOFS
 from lmres.plan.topology import Topology, topology_devices, topology_of
 from lmres.sharding import MeshConfig
 
@@ -103,7 +105,7 @@ def on_paper(wanted: Sequence[Point]) -> list[dict[str, Any]]:
             "paper": {
                 "state": guess.state, "activations": guess.activations, "transient": guess.transient,
                 "peak": guess.peak, "sent": guess.roofs[2] * topology.machine.link if tpu else None,
-                "seconds": guess.seconds, "by": ("compute", "memory", "network")[guess.roofs.index(guess.seconds)],
+                "seconds": guess.seconds, "by": ROOFS[guess.roofs.index(guess.seconds)],
             },
         })  # fmt: skip
     return found
@@ -162,7 +164,7 @@ def grow(
         spent += time.perf_counter() - started
         known[point.key] = {**known[point.key], "compiled": compiled}
         keep(so_far())
-        peak = compiled["memory"]["peak"] / 2**30
+        peak = compiled["memory"]["peak"] / GIB
         tell(f"  {peak:.2f} GiB, {'fits' if compiled['fits'] else 'does not fit'}, {compiled['compile_seconds']:.0f} s")
     keep(so_far())
     if len(now) < len(missing):

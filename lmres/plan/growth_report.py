@@ -5,8 +5,8 @@ from typing import Any
 
 from lmres.analysis.growth import Growth, Panel
 from lmres.plan.machines import GIB, MACHINES
+from lmres.plan.roofline import ROOFS
 
-_ROOFS = ("compute", "memory", "network")
 # Rows of a table: what, of a compiled point, of an estimate.
 _ROWS = (
     ("peak, GiB", lambda found: _peak(found), lambda paper: _gib(paper["peak"])),
@@ -35,7 +35,7 @@ def tables(document: dict[str, Any]) -> list[str]:
 def parts(document: dict[str, Any]) -> str:
     """Of every point that was compiled: memory by parts, the three roofs, collectives by kind."""
     columns = ["", "blocks", "chips", "parameters", "optimiser", "activations", "temporaries", "peak", "FLOPs", "moved"]
-    lines = ["Parts, memory in GiB:", "", *_head([*columns, *_ROOFS, "sent, times"])]
+    lines = ["Parts, memory in GiB:", "", *_head([*columns, *ROOFS, "sent, times"])]
     for point in document["points"]:
         found = point["compiled"]
         if found is None:
@@ -49,7 +49,7 @@ def parts(document: dict[str, Any]) -> str:
             _row([
                 point["config"], str(point["blocks"]), f"{point['chips']:,}", *map(_gib, sizes),
                 "" if flops is None else f"{flops / 1e12:,.0f} T", _gb(work.get("moved")),
-                *(_seconds(bound.get(roof)) for roof in _ROOFS), kinds,
+                *(_seconds(bound.get(roof)) for roof in ROOFS), kinds,
             ])
         )  # fmt: skip
     return "\n".join(lines)

@@ -12,6 +12,8 @@ import dataclasses
 
 from lmres.plan.machines import Machine
 
+ROOFS = ("compute", "memory", "network")
+
 
 @dataclasses.dataclass(frozen=True)
 class Bound:

@@ -31,8 +31,6 @@ from lmres.residual.interface import Axes, Cost, History, check_not_negative
 from lmres.residual.weighted import WeightedReads
 
 _GELU_FLOPS = 68.0  # of one exact GELU: XLA's erfc is a polynomial
-
-
 _WINDOWS = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,))
 
 
